@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -74,10 +74,15 @@ class Tables:
         """Rewrite the page; packages are those whose versions it names."""
         if self._page is None:
             return
-        text = self._page.read_text(encoding="utf-8")
-        for name, block in {**self._texts, f"{self._subject}-machine": _machine(packages)}.items():
-            text = with_block(self._page, text, name, block)
-        write_atomically(self._page, text.encode())
+        write_blocks(self._page, {**self._texts, f"{self._subject}-machine": _machine(packages)})
+
+
+def write_blocks(page: Path, blocks: Mapping[str, str]) -> None:
+    """Rewrite a page with other blocks at their places."""
+    text = page.read_text(encoding="utf-8")
+    for name, block in blocks.items():
+        text = with_block(page, text, name, block)
+    write_atomically(page, text.encode())
 
 
 def with_block(page: Path, text: str, name: str, block: str) -> str:

@@ -1,42 +1,95 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in parts of a few minutes: benchmarks/gpu.sh OUT COMMIT PART...
 # Works in a checkout that is not installed, with the dependencies in PYTHONPATH. JSON files go to OUT;
-# `python -m benchmarks head-page OUT/head-*.json` makes docs/benchmarks/head.md of them. The part `goals` takes at most nine
-# minutes: tests and, in processes beside them, the compilation of all kernels; then the goals, one after the other.
+# `python -m benchmarks head-page OUT/head-*.json` makes docs/benchmarks/head.md of them. The parts `goals` and `sizes` take at
+# most nine minutes each. `goals` runs tests and, in processes beside them, compiles all kernels; then it measures the goals, one
+# after the other, and prints their table last. `pages` needs no GPU: it makes docs/benchmarks/sizes.md and its figure, loss-gpu.md
+# and the README's table from what `sizes` and `goals` left in OUT. DEVICE=cpu and SIZES="100x8x4 ..." rehearse.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$1 commit=$2
 shift 2
+mkdir -p "$out"
 export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+device=${DEVICE:-cuda}
 bench() { python3 -m benchmarks "$@"; }
 head() { bench head --commit "$commit" "$@"; }
 
 gpu_tests="tests/heads tests/kernels tests/losses/test_fused.py tests/evaluation/test_all_pairs.py
     tests/training/test_process.py tests/training/test_loop.py"
+# What is most in doubt comes first.
+goal_sizes=${SIZES:-2059906 5994 17982 93431x512x1024 360232 93431x512x512}
+all_sizes=${SIZES:-2059906 5994 17982 360232 1000000 93431x512x1024 93431x512x512 8000000}
+loss_shapes=${SHAPES:-256x5994 1024x17982 1024x93431}
 
-warm_up() { # compile what the sizes need, each in a process of its own
-    for size in 5994 17982 93431x512x512 93431x512x1024 360232 2059906; do
-        timeout 150 python3 -m benchmarks sizes --goals --device cuda --sizes "$size" --repeats 1 --seconds 0.1 \
-            >"$out/warm-$size.log" 2>&1 &
-    done
-    timeout 150 python3 -m benchmarks loss --device cuda --shapes 256x5994 1024x17982 1024x93431 --dtypes float32 bfloat16 --repeats 1 \
-        >"$out/warm-loss.log" 2>&1 &
+begin() { # SECONDS: for all that `try` runs from now on
+    deadline=$((SECONDS + $1))
 }
 
-goals() { # whatever fails or runs out of time, the rest goes on
-    warm_up
-    timeout 170 python3 -m pytest -q --maxfail 5 -m gpu -p no:cacheprovider $gpu_tests >"$out/tests.log" 2>&1 || true
-    tail -n 25 "$out/tests.log"
-    wait
-    timeout 60 python3 -m benchmarks loss --device cuda --shapes 256x5994 1024x17982 1024x93431 --dtypes float32 bfloat16 \
-        --repeats 20 --json "$out/loss.json" >"$out/loss.log" 2>&1 || tail -n 5 "$out/loss.log"
-    timeout 210 python3 -m benchmarks sizes --goals --device cuda --commit "$commit" --repeats 40 --seconds 2 \
-        --json "$out/goals.json" >"$out/goals.log" 2>&1 || tail -n 5 "$out/goals.log"
-    losses=()
+try() { # SECONDS NAME COMMAND...: what fails or runs out of time is said, and the rest goes on
+    local left=$((deadline - SECONDS)) seconds=$1 name=$2 begun=$SECONDS status=0
+    shift 2
+    if [ "$left" -lt 10 ]; then
+        echo "$name: no time left"
+        return
+    fi
+    timeout -k 5 "$((left < seconds ? left : seconds))" "$@" >"$out/$name.log" 2>&1 || status=$?
+    echo "$name: $((SECONDS - begun)) s, exit status $status"
+    [ "$status" = 0 ] || tail -n 6 "$out/$name.log"
+}
+
+measure_loss() { # REPEATS NAME OPTIONS...
+    local repeats=$1 name=$2
+    shift 2
+    # shellcheck disable=SC2086  # several words
+    try 150 "$name" python3 -m benchmarks loss --device "$device" --commit "$commit" --shapes $loss_shapes \
+        --dtypes float32 bfloat16 --repeats "$repeats" "$@"
+}
+
+measure_sizes() { # NAME REPEATS SECONDS LIMIT SIZES OPTIONS...: each in a process of its own, as an error of a GPU ends one
+    local name=$1 repeats=$2 seconds=$3 limit=$4 sizes=$5 size
+    shift 5
+    for size in $sizes; do
+        try "$limit" "$name-$size" python3 -m benchmarks sizes --device "$device" --commit "$commit" --sizes "$size" \
+            --repeats "$repeats" --seconds "$seconds" --json "$out/$name-$size.json" "$@"
+    done
+}
+
+warm_up() { # compile what the sizes need, side by side
+    local size
+    for size in $goal_sizes; do
+        measure_sizes warm 1 0.1 160 "$size" --goals &
+    done
+    measure_loss 1 warm-loss &
+}
+
+show_goals() {
+    local files=("$out"/goals-*.json) losses=()
     [ -f "$out/loss.json" ] && losses=(--loss "$out/loss.json")
-    python3 -m benchmarks sizes --from "$out/goals.json" "${losses[@]}" --page "$out/goals.md" |
-        sed -n '/^Goals/,/^Step time/p' || true
-    timeout 60 python3 -m benchmarks kernels --device cuda --commit "$commit" --json "$out/kernels.json" || true
+    python3 -m benchmarks sizes --from "${files[@]}" "${losses[@]}" --page "$out/goals.md" >/dev/null || true
+    grep -hE '^[0-9]+ (passed|failed)|^=+ .*(passed|failed|error)|no tests ran' "$out/tests.log" | tail -n 1 || true
+    sed -n '/^## Goals/,/^## Step time/p' "$out/goals.md" | grep '^|' || true
+}
+
+goals() {
+    begin 520
+    warm_up
+    # shellcheck disable=SC2086
+    try 180 tests python3 -m pytest -q --maxfail 20 --tb short -m "${MARK:-gpu}" -p no:cacheprovider ${TESTS:-$gpu_tests}
+    wait
+    measure_loss 20 loss --json "$out/loss.json"
+    measure_sizes goals 40 2 90 "$goal_sizes" --goals
+    try 60 kernels python3 -m benchmarks kernels --device "$device" --commit "$commit" ${SIZES:+--sizes $SIZES} --json "$out/kernels.json"
+    show_goals
+}
+
+pages() {
+    local losses=()
+    [ -f "$out/loss.json" ] && losses=(--loss "$out/loss.json")
+    python3 -m benchmarks sizes --from "$out"/sizes-*.json "${losses[@]}" --page "${PAGES:-docs/benchmarks}/sizes.md" \
+        --figure "${PAGES:-docs/benchmarks}/sizes.svg" --readme "${README:-README.md}" >/dev/null
+    [ ! -f "$out/loss.json" ] ||
+        python3 -m benchmarks loss --from "$out/loss.json" --page "${PAGES:-docs/benchmarks}/loss-gpu.md" >/dev/null
 }
 
 for part in "$@"; do
@@ -60,7 +113,11 @@ for part in "$@"; do
         head --screen bfloat16 --settings several --parts settings --repeats 4 --json "$out/head-bf16-settings.json"
         ;;
     sizes)
-        bench sizes --device cuda --commit "$commit" --json "$out/sizes.json"
+        begin 530
+        measure_sizes sizes 20 2 110 "$all_sizes"
+        ;;
+    pages)
+        pages
         ;;
     sizes-grid)
         bench sizes --device cuda --commit "$commit" --grid "$out/sizes-grid.json"

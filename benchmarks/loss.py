@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import platform
 import statistics
@@ -18,10 +19,21 @@ from torch import Tensor
 from torch.nn import functional
 
 import qmargin
-from benchmarks.common import Tables, add_outputs, benchmark_options, positive
+from benchmarks.common import (
+    Tables,
+    add_outputs,
+    benchmark_options,
+    command_line,
+    positive,
+    write_blocks,
+)
+from benchmarks.sizes_page import short_command
+from benchmarks.timing import describe_machine
 from qmargin.cli.doctor import installed_version
-from qmargin.cli.options import count
-from qmargin.cli.tables import stage_progress
+from qmargin.cli.options import count, named_path
+from qmargin.cli.tables import markdown_table, stage_progress
+from qmargin.errors import ConfigError
+from qmargin.files import write_atomically
 from qmargin.training.distributed import find_device
 
 TARGET_COSINE = 0.4  # a sample in mid-training: above chance, not yet beyond the margin
@@ -151,6 +163,14 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="DTYPE",
         help="dtypes of the cosines of --shapes: float32, bfloat16, float16",
     )
+    parser.add_argument("--commit", help="recorded in the file of --shapes (default: ask git)")
+    parser.add_argument(
+        "--from",
+        dest="stored",
+        type=named_path,
+        metavar="FILE",
+        help="a file of --shapes --json, instead of measuring",
+    )
     add_outputs(parser)
     parser.set_defaults(run=run)
 
@@ -173,6 +193,17 @@ def shape(text: str) -> str:
 def run(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
     options, json_path, tables = benchmark_options(arguments, "loss")
+    stored, commit = options.pop("stored"), options.pop("commit")
+    if stored is not None or arguments.shapes:
+        record = None if stored is None else read_shapes(stored)
+        if record is None:
+            options |= {"shapes": tuple(arguments.shapes), "dtypes": tuple(arguments.dtypes)}
+            options["alphas"] = tuple(arguments.alphas)
+            record = measure_shapes(LossBenchmark(**options), json_path, commit)
+        show_shapes(record, tables)
+        if arguments.page is not None:
+            write_blocks(arguments.page, shape_blocks(record))
+        return
     for name in ("alphas", "shapes", "dtypes"):
         options[name] = tuple(options[name])
     run_loss_benchmark(LossBenchmark(**options), json_path=json_path, tables=tables)
@@ -187,9 +218,6 @@ def run_loss_benchmark(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     tables = tables or Tables()
-    if settings.shapes:
-        run_shapes(settings, json_path, tables)
-        return
     cosines, labels = cosine_batch(settings)
     others, missing = entmax_contenders(settings)
     timings = time_contenders([*own_contenders(settings), *others], cosines, labels, settings)
@@ -219,43 +247,88 @@ def run_loss_benchmark(
         json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def run_shapes(settings: LossBenchmark, json_path: Path | None, tables: Tables) -> None:
-    """Time presets next to cross-entropy on cosines, for every shape and dtype."""
-    timings: list[ShapeTiming] = []
-    missing: list[str] = []
+def measure_shapes(
+    settings: LossBenchmark, json_path: Path | None = None, commit: str | None = None
+) -> dict[str, Any]:
+    """Time presets next to cross-entropy on cosines, for every shape and dtype.
+
+    The file is rewritten after each, so that a run that is cut short leaves what it has.
+    """
+    device = find_device(settings.device)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    record: dict[str, Any] = {
+        "command": command_line(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "settings": asdict(settings),
+        "machine": {**_machine(), **describe_machine(device, commit)},
+        "not_measured": [],
+        "shapes": [],
+    }
     for text in settings.shapes:
         rows, classes = map(int, text.split("x"))
         for dtype in settings.dtypes:
-            found, missing = time_shape(rows, classes, dtype, settings)
-            timings += found
-    where = settings.device
-    if where.startswith("cuda"):
-        where = torch.cuda.get_device_name(where)
+            found, record["not_measured"] = time_shape(rows, classes, dtype, settings)
+            record["shapes"] += [asdict(timing) for timing in found]
+            if json_path is not None:
+                write_atomically(json_path, (json.dumps(record, indent=2) + "\n").encode())
+    return record
+
+
+def read_shapes(path: Path) -> dict[str, Any]:
+    """Contents of a file of ``loss --shapes --json``.
+
+    Raises:
+        ConfigError: It is another file.
+    """
+    try:
+        record: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); name a file of --json") from error
+    if not isinstance(record, dict) or not {"shapes", "command", "date"} <= set(record):
+        raise ConfigError(f"{path} was not written by `loss --shapes --json`; measure again")
+    return record
+
+
+def show_shapes(record: dict[str, Any], tables: Tables) -> None:
+    """Print the times."""
+    machine, repeats = record["machine"], record["settings"]["repeats"]
+    rows = [
+        [
+            f"[{row['rows']}, {row['classes']}] {row['dtype']}",
+            row["name"],
+            f"{row['milliseconds']:.3f}",
+            f"{row['versus_cross_entropy']:.2f}",
+        ]
+        for row in record["shapes"]
+    ]
     tables.show(
         "shapes",
-        f"forward + backward from cosines on {where}, medians of {settings.repeats}",
+        f"forward + backward from cosines on {machine['device']}, medians of {repeats}",
         ["cosines", "loss", "ms", "x cross-entropy"],
-        [
-            *(
-                [
-                    f"[{t.rows}, {t.classes}] {t.dtype}",
-                    t.name,
-                    f"{t.milliseconds:.3f}",
-                    f"{t.versus_cross_entropy:.2f}",
-                ]
-                for t in timings
-            ),
-            *(["", reason, "", ""] for reason in missing),
-        ],
+        [*rows, *(["", reason, "", ""] for reason in record["not_measured"])],
     )
-    if json_path is not None:
-        record = {
-            "settings": asdict(settings),
-            "machine": {**_machine(), "device": where},
-            "not_measured": missing,
-            "shapes": [asdict(timing) for timing in timings],
-        }
-        json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def shape_blocks(record: dict[str, Any]) -> dict[str, str]:
+    """The places of a page: the machine, and a table with a column for each matrix of cosines."""
+    machine = record["machine"]
+    cells: dict[str, dict[str, str]] = {}
+    headings: dict[str, None] = {}
+    for row in record["shapes"]:
+        heading = f"[{row['rows']}, {row['classes']:,}] {row['dtype']}"
+        headings[heading] = None
+        shown = f"{row['milliseconds']:.2f} ({row['versus_cross_entropy']:.2f})"
+        cells.setdefault(row["name"], {})[heading] = shown
+    rows = [[name, *(own.get(heading, "") for heading in headings)] for name, own in cells.items()]
+    known = [name for name in ("torch", "triton", "entmax") if machine.get(name)]
+    repeats = record["settings"]["repeats"]
+    versions = ", ".join(f"{name} {machine[name]}" for name in known)
+    return {
+        "loss-machine": f"`{short_command(record['command'])}`, commit `{machine['commit']}`, "
+        f"{record['date']}, {machine['device']}, {versions}; medians of {repeats}",
+        "shapes": markdown_table(["loss", *headings], rows),
+    }
 
 
 def time_shape(

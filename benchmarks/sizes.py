@@ -53,7 +53,7 @@ from benchmarks.sizes_page import (
     Outputs,
     page_tables,
     read_losses,
-    read_record,
+    read_records,
 )
 from benchmarks.timing import (
     Row,
@@ -515,8 +515,9 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--from",
         dest="stored",
         type=named_path,
+        nargs="+",
         metavar="FILE",
-        help="a file of --json, instead of measuring",
+        help="files of --json of one machine, instead of measuring",
     )
     others.add_argument(
         "--grid",
@@ -550,7 +551,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     outputs.check()
     if arguments.stored is not None:
-        record = read_record(arguments.stored)
+        record = read_records(arguments.stored)
     else:
         device = find_device(arguments.device)
         sizes = find_sizes(arguments.sizes, device)

@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -81,6 +81,28 @@ def read_record(path: Path) -> Record:
     if not record["sizes"]:
         raise ConfigError(f"{path} has no sizes; measure again")
     return record
+
+
+def read_records(paths: Sequence[Path]) -> Record:
+    """Contents of several such files, of one machine and commit, each with sizes of its own.
+
+    Raises:
+        ConfigError: They do not belong together.
+    """
+    first, *others = records = [read_record(path) for path in paths]
+    for path, other in zip(paths[1:], others, strict=True):
+        for name in ("device", "commit", "torch"):
+            mine, theirs = (record["machine"].get(name) for record in (first, other))
+            if mine != theirs:
+                raise ConfigError(
+                    f"{path} has {name} {theirs!r} and {paths[0]} has {mine!r}; name files of one "
+                    "machine and commit"
+                )
+    sizes = sorted((size for record in records for size in record["sizes"]), key=key_of)
+    keys = [key_of(size) for size in sizes]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ConfigError(f"{twice[0][0]:,} classes with batch {twice[0][1]} are in two files")
+    return {**first, "sizes": sizes, "num_files": len(records)}
 
 
 def read_losses(path: Path) -> list[dict[str, Any]]:
@@ -248,11 +270,11 @@ class Goal:
     measured: Callable[[Record], float | None]
     limit: float
 
-    def cells(self, record: Record) -> list[str] | None:
-        """Row of the table; None if it was not measured."""
+    def cells(self, record: Record) -> list[str]:
+        """Row of the table."""
         value = self.measured(record)
         if value is None:
-            return None
+            return [self.claim, f"{self.limit:.2f}", "not measured", ""]
         shown = f"{value:.2f}"
         return [
             self.claim,
@@ -408,7 +430,7 @@ def _goals(record: Record) -> Table:
     is_gpu = str(record["settings"]["device"]).startswith("cuda")
     cells = [goal.cells(record) for goal in GOALS] if is_gpu else []
     columns = ["what", "at most", "measured", "met"]
-    return Table("Goals", columns, [row for row in cells if row is not None])
+    return Table("Goals", columns, cells)
 
 
 ABOUT = """\
@@ -454,13 +476,14 @@ def _origin(record: Record) -> str:
     machine = record["machine"]
     known = [name for name in ("torch", "triton", "cuda", "python") if machine.get(name)]
     versions = ", ".join(f"{name} {machine[name]}" for name in known)
+    each = ", a process for each size" if record.get("num_files", 1) > 1 else ""
     return (
-        f"`{_short_command(record['command'])}`, commit `{machine['commit']}`, {record['date']}, "
-        f"{machine['device']}, {versions}"
+        f"`{short_command(record['command'])}`{each}, commit `{machine['commit']}`, "
+        f"{record['date']}, {machine['device']}, {versions}"
     )
 
 
-def _short_command(command: str) -> str:
+def short_command(command: str) -> str:
     """The command with names of files instead of paths: folders differ between machines."""
     return shlex.join(word.rpartition("/")[2] or word for word in shlex.split(command))
 

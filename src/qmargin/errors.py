@@ -1,4 +1,4 @@
-"""Everything this package raises or warns about on purpose."""
+"""Errors and warnings of this package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ShapeError(QMarginError, ValueError):
 
 
 class DataError(QMarginError, ValueError):
-    """A value inside the data (a label, a score, a file's content) is impossible."""
+    """A value in the data (a label, a score, a file's content) is invalid."""
 
 
 class CorruptSample(DataError):
@@ -26,15 +26,15 @@ class CorruptSample(DataError):
 
 
 class BackendError(QMarginError, RuntimeError):
-    """No implementation can serve this call on this machine."""
+    """No implementation supports this call on this machine."""
 
 
 class ProtocolError(QMarginError, ValueError):
-    """An evaluation asks for something its trials cannot answer."""
+    """The trials do not support the requested evaluation."""
 
 
 class CheckpointError(QMarginError, RuntimeError):
-    """A checkpoint cannot be written, or what is on disk is not a whole one."""
+    """A checkpoint cannot be written, or the stored one is incomplete."""
 
 
 class RankError(QMarginError, RuntimeError):
@@ -45,11 +45,11 @@ class MarginWarning(UserWarning):
     """No embedding can reach the margin of a loss; the loss itself is well defined."""
 
 
-LONGEST_COMPARED = 100  # characters of a name: the comparison takes their square
+LONGEST_COMPARED = 100  # characters of a name: the time of the comparison grows with their square
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A question about the nearest known name, for messages; empty if none is near."""
+    """Suggest the nearest known name, for messages; empty if none is near."""
     from difflib import get_close_matches
 
     close = get_close_matches(name[:LONGEST_COMPARED], list(known), n=1)

@@ -1,6 +1,6 @@
-"""Files that are whole or absent: written under another name, hashed, synced, then renamed.
+"""Atomic files: written under a temporary name, hashed, synced, then renamed.
 
-``Guard`` decides what a command may write over.
+``Guard`` decides which files a command may overwrite.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import BinaryIO, NamedTuple, TextIO
 
 from qmargin.errors import ConfigError, DataError
 
-Progress = Callable[[int, int], None]  # called with how much is done, and of how much
+Progress = Callable[[int, int], None]  # called with the amount done, and the total
 CHUNK_BYTES = 1 << 24
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # spreadsheets run a cell that begins so
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # spreadsheets evaluate cells that begin with these
 MADE_BY = "Made by qmargin"  # a mark near the start or the end of files without a format entry
 READING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 """How files are opened: without waiting for the other end of a pipe."""
 
-_EDGE_BYTES = 4096  # where marks are looked for
+_EDGE_BYTES = 4096  # where marks are searched
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -35,7 +35,7 @@ _KINDS = {
 
 
 class FileEntry(NamedTuple):
-    """What a manifest knows of a file."""
+    """Size and hash of a file in a manifest."""
 
     size: int
     sha256: str
@@ -45,8 +45,8 @@ def _open_checked(path: str | Path) -> tuple[int, os.stat_result]:
     """Descriptor and status of a regular file."""
     try:
         descriptor = os.open(path, READING)
-    except ValueError as error:  # a zero byte, or a character that no name can have
-        raise DataError(f"{str(path)[:80]!r} is no name of a file ({error})") from error
+    except ValueError as error:  # a zero byte, or an impossible character
+        raise DataError(f"{str(path)[:80]!r} is not a file name ({error})") from error
     try:
         status = os.fstat(descriptor)
         check_regular(path, status)
@@ -78,7 +78,7 @@ def read_regular(path: str | Path, most: int) -> bytes:
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether there is a regular file; False too for what cannot be a name, as lists may have."""
+    """Whether there is a regular file; False also for impossible names."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):  # longer than any name, or with a zero byte
@@ -94,7 +94,7 @@ def check_regular(path: str | Path, status: os.stat_result | None = None) -> Non
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
-    """Write a new file, sync it to the disk, and describe it; nothing of a chunk is copied."""
+    """Write a new file from chunks, sync it to the disk, and return its size and hash."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
         for chunk in chunks:
@@ -110,10 +110,10 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
-    """A free name to write to; it becomes ``path`` at the end, or is removed after an error.
+    """Temporary name to write to; it becomes ``path`` at the end, or is removed after an error.
 
-    An error of the file system names ``path`` and not the free name. With ``sync`` the new name
-    survives a crash.
+    An error of the file system names ``path`` instead of the temporary name. With ``sync`` the new
+    name survives a crash.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -130,13 +130,13 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:
-    """Write or replace a file: readers find the old content or the new, even after a crash."""
+    """Write or replace a file atomically, even with respect to crashes."""
     with replacing(Path(path)) as temporary:
         write_file(temporary, [content])
 
 
 def describe_file(path: str | Path) -> FileEntry:
-    """Size and hash of a file as it is on the disk."""
+    """Size and hash of a file on the disk."""
     digest, size = hashlib.sha256(), 0
     with open_regular(path) as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -151,7 +151,7 @@ def sha256_of(path: str | Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` last, on systems where a folder can be opened."""
+    """Sync the names in ``folder`` to the disk, on systems where a folder can be opened."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:  # Windows
@@ -163,7 +163,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def escape_formula(text: str) -> str:
-    """A cell that a spreadsheet takes for text: a quote goes before what would be a formula."""
+    """A cell that a spreadsheet reads as text: formulas get a leading quote."""
     return f"'{text}" if text.lstrip("'").startswith(FORMULA) else text
 
 
@@ -174,9 +174,9 @@ def unescape_formula(text: str) -> str:
 
 
 def without_folders(text: str) -> str:
-    """A text, or the name alone where it is an absolute path, or a setting whose value is one.
+    """Shorten a text, or the value of a setting, to the file name if it is an absolute path.
 
-    Folders often name people, customers and machines.
+    Names of folders often identify people, customers and machines.
     """
     for path in (PurePosixPath(text), PureWindowsPath(text)):
         if path.is_absolute():
@@ -186,11 +186,11 @@ def without_folders(text: str) -> str:
 
 
 class Guard:
-    """Refuses to write over inputs, and over files that this program did not write.
+    """Refuse to overwrite inputs, and files that this program did not write.
 
-    An input is never written over, whatever name or link leads to it. Another file is written over
-    if it has the mark of its kind, or where ``overwrite`` says so. ``own`` has the SHA-256 of files
-    without a mark that an earlier run of the command wrote.
+    An input is never overwritten, by any name or link. Any other file is overwritten if it has the
+    mark of its kind, or with ``overwrite``. ``own`` has the SHA-256 of files without a mark that an
+    earlier run of the command wrote.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Guard:
         """
         place = path.parent.resolve() / path.name
         if place in self._outputs:
-            raise ConfigError(f"{path} is named for two outputs; give each a file of its own")
+            raise ConfigError(f"{path} is used for two outputs; give each a different file")
         self._outputs.add(place)
         with suppress(OSError):
             found = path.stat()
@@ -234,15 +234,15 @@ class Guard:
             raise _foreign(path)
 
     def write(self, path: Path, content: bytes) -> None:
-        """Write a file without marks, unless another one is in its place."""
+        """Write a file without marks, unless a different file has its name."""
         self.check_content(path, hashlib.sha256(content).hexdigest())
         write_atomically(path, content)
 
     def write_all(self, files: Mapping[Path, bytes]) -> list[Path]:
-        """Write documents, after a look at all of them; returns their paths.
+        """Write documents after checking all of them; return their paths.
 
-        Markdown and LaTeX get the mark as a comment. A table of CSV is known by its first line,
-        JSON by its format, everything else has to hold ``MADE_BY``.
+        Markdown and LaTeX get the mark as a comment. CSV tables are recognised by their first line,
+        JSON by its format, other files by ``MADE_BY``.
         """
         for path, content in files.items():
             mark = '"format": "qmargin-' if path.suffix == ".json" else MADE_BY
@@ -257,7 +257,7 @@ class Guard:
         return list(files)
 
     def _is_taken(self, path: Path) -> bool:
-        """Whether there is something to lose, a dangling link too, that may not be ours."""
+        """Whether a file or link exists that this program may not have written."""
         if self.overwrite or not os.path.lexists(path):
             return False
         if not path.exists():

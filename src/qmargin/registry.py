@@ -1,4 +1,4 @@
-"""Extension points: what users add by name, in one place.
+"""Extension points: registries of named objects.
 
 Divergences, margins, references, backbones, readers, datasets, protocols, metrics, recipes and
 experiments are found by name. A name is added by a call of a ``register_*`` function, or its use as
@@ -34,7 +34,7 @@ _AND = " and "
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a name stands for: an object, or a reference to import, perhaps of an entry point."""
+    """Entry of a registry: an object, or a reference to import, such as an entry point."""
 
     value: Any  # None where ``reference`` is still to be imported
     reference: str = ""  # "module:attribute"
@@ -109,7 +109,7 @@ class Registry(Generic[T]):
         """The object of a name.
 
         Raises:
-            ConfigError: The name is not known, or what stands behind it cannot be imported.
+            ConfigError: The name is unknown, or its object cannot be imported.
         """
         self._import_home()
         if name not in self._entries:
@@ -123,13 +123,13 @@ class Registry(Generic[T]):
         return self._loaded(name)
 
     def names(self) -> list[str]:
-        """All names: the built-in ones, those registered since, those of entry points."""
+        """All names: built-in, registered later, and from entry points."""
         self._import_home()
         self._find_entry_points()
         return list(self._entries)
 
     def describe(self) -> dict[str, str]:
-        """All names, each with the first line of its docstring, or why it cannot be imported."""
+        """All names, each with the first line of its docstring, or the import error."""
         described = {}
         for name in self.names():
             try:
@@ -144,7 +144,7 @@ class Registry(Generic[T]):
 
     def _register(self, name: str, entry: _Entry) -> None:
         if not _NAME.fullmatch(name):
-            found = f"{name!r} is no valid name for a {self.kind}"
+            found = f"{name!r} is not a valid name for a {self.kind}"
             raise ConfigError(f"{found}; use letters, digits, - and _")
         if not f"{entry.module}.".startswith(f"{self._home}."):
             self._import_home()  # so that a built-in name is refused here and now
@@ -173,7 +173,7 @@ class Registry(Generic[T]):
         self._is_home_imported = True
 
     def _find_entry_points(self) -> None:
-        """Add the names of entry points; what they name is imported when it is used."""
+        """Add the names of entry points; their objects are imported when used."""
         import warnings
         from importlib.metadata import entry_points
 
@@ -251,8 +251,8 @@ readers: Registry[Callable[..., Any]] = Registry("reader", home="qmargin.data.re
 datasets: Registry[Callable[..., Any]] = Registry("dataset")
 """Kinds of training data: functions that return a ``qmargin.data.samples.Dataset``.
 
-They get, of ``path``, ``num_classes``, ``seed``, ``index_dir`` and ``data.options``, what they have
-parameters for.
+Of ``path``, ``num_classes``, ``seed``, ``index_dir`` and ``data.options`` they get those that are
+their parameters.
 """
 
 protocols: Registry[Callable[..., Any]] = Registry("protocol", home="qmargin.evaluation.protocols")

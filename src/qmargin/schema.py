@@ -1,8 +1,7 @@
 """Frozen dataclasses from plain data (YAML, JSON, ``key=value``) and back, checked by annotations.
 
-Every error begins with the path of the value, as in ``optimizer.lr``. A dataclass that can be
-written in other ways declares their keys in ``SHORTHANDS`` and turns them into fields in a class
-method ``expand``.
+Every error begins with the path of the value, as in ``optimizer.lr``. A dataclass with other forms
+declares their keys in ``SHORTHANDS`` and converts them to fields in a class method ``expand``.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def fields_of(part: Any) -> Iterator[tuple[str, Any]]:
 
 
 def encode(value: Any, where: str) -> Any:
-    """What ``json.dumps`` takes with ``allow_nan=False``; a NaN becomes None."""
+    """Convert values for ``json.dumps`` with ``allow_nan=False``; a NaN becomes None."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: encode(item, f"{where}.{name}") for name, item in fields_of(value)}
     if isinstance(value, Mapping):
@@ -92,7 +91,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def decode(kind: Any, value: Any, where: str) -> Any:
-    """A record that a program wrote, of the annotated type ``kind``, from parsed JSON.
+    """Read a record of a program, of the annotated type ``kind``, from parsed JSON.
 
     Unknown keys are ignored, because a later version may have added them; ``"inf"`` is a number.
     """
@@ -100,7 +99,7 @@ def decode(kind: Any, value: Any, where: str) -> Any:
 
 
 def decode_settings(kind: Any, value: Any, where: str = "") -> Any:
-    """An object of the annotated type ``kind`` from what people write, such as a YAML file.
+    """Read user input, such as a YAML file, as an object of the annotated type ``kind``.
 
     Unknown keys are refused with the nearest known one; integers fit into 64 bits.
     """
@@ -108,7 +107,7 @@ def decode_settings(kind: Any, value: Any, where: str = "") -> Any:
 
 
 def check_fields(part: Any) -> None:
-    """Bring every field of a frozen dataclass into the type of its annotation, or refuse it."""
+    """Convert every field of a frozen dataclass to the type of its annotation, or raise."""
     for name, hint in hints_of(type(part)).items():
         value = _Decoder(ConfigError).read(hint, getattr(part, name), name)
         object.__setattr__(part, name, value)
@@ -116,7 +115,7 @@ def check_fields(part: Any) -> None:
 
 @dataclass(frozen=True)
 class _Decoder:
-    """One reading: ``ConfigError`` is strict, about unknown keys and the range of numbers."""
+    """One decoding; with ``ConfigError`` it is strict about unknown keys and ranges."""
 
     error: type[QMarginError]
     is_written: bool = False  # a text can be a number: YAML 1.1 takes 1e-3 for a text
@@ -356,7 +355,7 @@ def read_text(path: Path | str) -> str:
 
 
 def load_yaml(text: str) -> Any:
-    """Plain values from YAML; anything that could be costly or ambiguous is refused."""
+    """Plain values from YAML; costly or ambiguous input is refused."""
     import yaml
 
     if len(text) > MAX_BYTES:
@@ -413,7 +412,7 @@ def _check_events(text: str) -> None:
 
 
 def _check_nodes(root: Any) -> None:
-    """Refuse a key that is given twice, of which YAML would silently take the last.
+    """Refuse a key that is given twice; YAML would silently use the last.
 
     ``8:32`` stays a text, which a range is; YAML 1.1 takes it for a number in base 60.
     """
@@ -449,7 +448,7 @@ def split_setting(setting: str) -> tuple[str, str]:
 
 
 def set_value(values: dict[str, Any], kind: Any, key: str, text: str) -> None:
-    """Put what a text means under a dotted key of ``values``, the encoded dataclass ``kind``.
+    """Parse a text and store it under a dotted key of ``values``, the encoded ``kind``.
 
     ``null`` clears an optional value or section, a list is ``[7, 13]``. Values are checked when the
     dataclass is decoded.
@@ -490,6 +489,6 @@ def _inner(hint: Any, name: str, walked: str) -> Any:
     for section, part in hints.items() if not walked else ():
         part = _optional_of(part)
         if is_dataclass(part) and name in (*hints_of(part), *getattr(part, "SHORTHANDS", ())):
-            raise ConfigError(f"{name} is not a key of its own; did you mean {section}.{name}?")
+            raise ConfigError(f"{name} is not a key; did you mean {section}.{name}?")
     known = suggest(name, [*shorthands, *hints])
     raise ConfigError(f"{_inside(walked, name)} is unknown, {known}")

@@ -1,4 +1,4 @@
-"""Text on a terminal: names and messages from files and servers cannot steer it."""
+"""Safe text on a terminal: control characters from files and servers are escaped."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SafeStream:
 
 
 class _OneLine(logging.Formatter):
-    """A message on one line, whatever names are in it; a traceback keeps its lines."""
+    """A message on one line; a traceback keeps its lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), keep="\n" if record.exc_info else "")
@@ -53,7 +53,7 @@ class _OneLine(logging.Formatter):
 
 @contextmanager
 def safe_streams() -> Iterator[None]:
-    """Escape what steers a terminal, in both streams and in ``logging`` without a handler."""
+    """Escape control characters in both streams, and in ``logging`` without a handler."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _safe(sys.stdout), _safe(sys.stderr)
     handler = logging.lastResort
@@ -68,7 +68,7 @@ def safe_streams() -> Iterator[None]:
 
 
 def rich_console(stream: TextIO) -> Console:
-    """Console of rich whose colours and movements reach a stream; escapes in texts do not."""
+    """Console of rich with its own control codes; those in texts are escaped."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
@@ -84,7 +84,7 @@ def rich_console(stream: TextIO) -> Console:
 
 
 def start_live(live: Live) -> None:
-    """Start a live display; what others write meanwhile goes above it, as safe as before.
+    """Start a live display; other output appears above it, escaped as before.
 
     rich replaces both streams until the display stops, and would obey escapes in what they get.
     """
@@ -99,5 +99,5 @@ def _safe(stream: TextIO) -> TextIO:
 
 
 def without_passwords(text: str) -> str:
-    """A text whose URLs keep their user and lose the password."""
+    """A text with the passwords of URLs removed."""
     return re.sub(r"(://[^\s/@:]*):[^\s@]*@", r"\1:***@", text)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Reading:
-    """A copy of a small tensor that is waited for only when it is needed."""
+    """Asynchronous copy of a small tensor to the host."""
 
     def __init__(self, values: Tensor) -> None:
         self._values, self._event = values, None
@@ -22,7 +22,7 @@ class Reading:
         return self._event is None or self._event.query()
 
     def wait(self) -> Tensor:
-        """The values, on the host, as soon as what was launched before the copy is done."""
+        """Wait for the copy and return the values on the host."""
         if self._event is not None:
             self._event.synchronize()
         return self._values

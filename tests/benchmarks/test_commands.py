@@ -140,7 +140,7 @@ def test_a_benchmark_rewrites_its_page(tmp_path):
     assert run_benchmark([*small.split(), str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     assert "forward + backward on [2, 20] float32" in text and "8ac597e" not in text
-    assert "**Which is right, where losses differ.**" in text
+    assert "**Accuracy of losses that differ.**" in text
 
 
 def test_a_page_without_places_is_refused_before_anything_is_measured(tmp_path):

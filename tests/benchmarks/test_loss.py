@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +83,15 @@ def test_shapes_and_dtypes(tmp_path, capsys):
     assert len(kinds) == 4 and len(found) == 4 * len({row["name"] for row in found})
     assert all(row["milliseconds"] > 0 and len(row["milliseconds_all"]) == 2 for row in found)
     assert found[0]["name"] == "F.cross_entropy" and found[0]["versus_cross_entropy"] == 1.0
+    page, own = tmp_path / "page.md", Path("docs/benchmarks/loss-gpu.md").read_text()
+    page.write_text(own)
+    assert run_benchmark(["loss", "--from", str(path), "--page", str(page)]) == 0
+    text = page.read_text()
+    assert text.partition("<!--")[0] == own.partition("<!--")[0]
+    assert "[4, 300] float32" in text and "1024x93431" not in text and "commit `" in text
+    path.write_text("{}")
+    assert run_benchmark(["loss", "--from", str(path)]) == 2
+    assert "measure again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["", "--head", "--busy 1"])

@@ -285,12 +285,32 @@ def test_goals_say_whether_they_are_met():
     set_ms(record, 360_232, PLAIN, 10.0)
     set_ms(record, 360_232, AUTO, 7.0)
     rows = [line for line in render_page(record).splitlines() if "360,232 classes" in line]
-    assert rows[0].split("|")[2:5] == ["    0.70 ", "     0.70 ", " yes "]
+    assert [cell.strip() for cell in rows[0].split("|")[2:5]] == ["0.70", "0.70", "yes"]
     set_ms(record, 360_232, AUTO, 7.1)
     rows = [line for line in render_page(record).splitlines() if "360,232 classes" in line]
-    assert rows[0].split("|")[4] == "  no "
+    assert rows[0].split("|")[4].strip() == "no"
     assert len(GOALS) == 30
-    assert [goal.cells(record) is None for goal in GOALS] == [False] * 21 + [True] * 9
+    untimed = [goal.cells(record)[2] == "not measured" for goal in GOALS]
+    assert untimed == [False] * 21 + [True] * 9
+
+
+def test_a_page_of_several_files_has_the_sizes_of_all(tmp_path, capsys):
+    """Each size has a process of its own: an error of a GPU ends that process alone."""
+    whole, paths = made_up(), []
+    for size in reversed(whole["sizes"]):
+        paths.append(tmp_path / f"{size['classes']}-{size['rows']}.json")
+        paths[-1].write_text(json.dumps({**whole, "sizes": [size]}))
+    page = tmp_path / "page.md"
+    assert run_benchmark(["sizes", "--from", *map(str, paths), "--page", str(page)]) == 0
+    own = render_page({**whole, "sizes": sorted(whole["sizes"], key=sizes_page.key_of)})
+    assert page.read_text() == own.replace("`, commit", "`, a process for each size, commit", 1)
+    capsys.readouterr()
+    assert run_benchmark(["sizes", "--from", str(paths[0]), *map(str, paths)]) == 2
+    assert "are in two files" in capsys.readouterr().err
+    machine = {**whole["machine"], "commit": "other"}
+    paths[0].write_text(json.dumps({**whole, "sizes": whole["sizes"][-1:], "machine": machine}))
+    assert run_benchmark(["sizes", "--from", *map(str, paths)]) == 2
+    assert "name files of one machine and commit" in capsys.readouterr().err
 
 
 def test_auto_is_compared_with_the_fastest_path():
@@ -335,7 +355,7 @@ def test_goals_of_losses_come_from_their_own_file(tmp_path, capsys):
         *([["0.75", "0.30", "yes"]] * 2 + [["1.20", "0.70", "yes"]] * 4),
     ]
     assert sizes_page.GOALS[-1].cells({"losses": rows})[1:] == ["1.00", "0.70", "yes"]
-    assert sizes_page.GOALS[-2].cells({"losses": rows[:10]}) is None
+    assert sizes_page.GOALS[-2].cells({"losses": rows[:10]})[2:] == ["not measured", ""]
     losses.write_text("{}")
     assert run_benchmark(words) == 2
     assert "cannot be read as a file of `loss" in capsys.readouterr().err

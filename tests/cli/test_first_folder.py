@@ -97,10 +97,10 @@ def train(kind: str, path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["faces", "speakers"])
 def test_folders_without_samples_are_refused(kind, tmp_path):
-    with pytest.raises((ConfigError, DataError), match=r"there is nothing|does not exist"):
+    with pytest.raises((ConfigError, DataError), match="does not exist"):
         train(kind, tmp_path / "nowhere")
     (tmp_path / "data").mkdir()
-    with pytest.raises(DataError, match="samples of each identity into a folder of their own"):
+    with pytest.raises(DataError, match="samples of each identity into a separate folder"):
         train(kind, tmp_path / "data")
     (tmp_path / "data" / "ada").mkdir()
     with pytest.raises(DataError, match="in its folders; give each identity a folder"):

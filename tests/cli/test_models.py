@@ -125,7 +125,7 @@ def test_prototypes_of_a_run_are_a_cohort(trained, tmp_path, capsys):
             for words in ("--onnx", "--weights=ema", "--name=x")
         ),
         (tmp_path / "m", "--prototypes=" + str(path), "without prototypes"),
-        (trained, f"--prototypes={tmp_path}/cohort.txt", "no file of embeddings"),
+        (trained, f"--prototypes={tmp_path}/cohort.txt", "cannot hold embeddings"),
     ):
         with pytest.raises(ConfigError, match=named):
             run("export", source, "--prototypes", tmp_path / "other.npz", words)

@@ -69,7 +69,7 @@ def test_scores_do_not_replace_an_input(folder):
     for name in ("trials.txt", "model.npz"):
         with pytest.raises(ConfigError, match=rf"{name} is an input"):
             trials("--scores", name)
-    with pytest.raises(ConfigError, match=r"r\.json is named for two outputs"):
+    with pytest.raises(ConfigError, match=r"r\.json is used for two outputs"):
         trials("--scores", "r.json")
     assert content_of(folder) == before
 

@@ -179,13 +179,13 @@ def test_wandb_goes_on_with_the_same_run(tmp_path, monkeypatch):
 
 def test_a_lost_rank_has_an_exit_status_of_its_own(tmp_path, monkeypatch, capsys):
     def lose(*details: object, **options: object) -> None:
-        raise RankError("rank 3 gave no sign of life")
+        raise RankError("rank 3 sent no heartbeat")
 
     monkeypatch.setattr(loop, "train", lose)
     with pytest.raises(SystemExit) as stop:
         run("train", "debug", "--out", tmp_path)
     assert stop.value.code == 75
-    assert capsys.readouterr().err == "qmargin: error: rank 3 gave no sign of life\n"
+    assert capsys.readouterr().err == "qmargin: error: rank 3 sent no heartbeat\n"
 
 
 @pytest.mark.dist

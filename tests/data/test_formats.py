@@ -360,7 +360,7 @@ def csv(text: str) -> dict[str, str]:
 X = ("0.jpg", b"x")
 REFUSED = [  # files, of which the first is opened, and what is said
     ({"gone": None}, "does not exist"),
-    ({".": None}, "a folder of their own"),
+    ({".": None}, "a separate folder"),
     ({"a.bin": ""}, "read_bin"),
     ({"a.zip": ""}, "no known"),
     ({"a.idx": ""}, "a.rec does"),
@@ -387,7 +387,7 @@ REFUSED = [  # files, of which the first is opened, and what is said
     (kaldi("a a.wav\nb\n", "a x\nb y\n"), "wav.scp, line 2: the path is empty"),
     (kaldi("a a.wav\na b.wav\n", "a x\n"), "line 2: 'a' was given before, in .*line 1"),
     (kaldi("a feats.ark:123\n", "a x\n"), "points into a Kaldi archive"),
-    (kaldi("a sox a.sph -t wav - |\n", "a x\n"), "wav.scp, line 1: .* never start one"),
+    (kaldi("a sox a.sph -t wav - |\n", "a x\n"), "wav.scp, line 1: .* never run"),
     (kaldi("a | cat a.wav\n", "a x\n"), "is a command"),
     (kaldi("a pipe:cat a.wav\n", "a x\n"), "is a command"),
     (kaldi("", "a x\n"), "no samples"),
@@ -418,7 +418,7 @@ REFUSED = [  # files, of which the first is opened, and what is said
     (tar(("a.wav", b"x"), ("a.spk", b"")), "'a.spk' is empty"),
     (tar(("a.wav", b"x"), ("a.flac", b"y"), ("a.spk", b"s")), "two recordings"),
     ({"tars.txt": "none.tar\n"}, "No such file"),
-    ({"tars.txt": "none.tar\nb.tar.gz\n"}, "line 2: 'b.tar.gz' is no .tar"),
+    ({"tars.txt": "none.tar\nb.tar.gz\n"}, "line 2: 'b.tar.gz' is not a .tar"),
 ]
 
 

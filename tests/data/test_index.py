@@ -450,7 +450,7 @@ def test_parts_of_other_recordings_and_damaged_ones_are_refused(tmp_path, monkey
             open_index(root, index=tmp_path / "i", rebuild=True)
     part.write_bytes(b"".join(lines))
     other = speaker_folders(tmp_path / "others", speakers=4)
-    with pytest.raises(DataError, match="of other recordings"):
+    with pytest.raises(DataError, match="of different recordings"):
         open_index(other, index=tmp_path / "i", rebuild=True)
 
 

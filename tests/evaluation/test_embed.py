@@ -449,7 +449,7 @@ def test_folders_that_cannot_be_embedded_are_refused(tmp_path):
         embed.find_files(tmp_path / "none", "images")
     with pytest.raises(DataError, match="has no images; files have to end in"):
         embed.find_files(tmp_path, "images")
-    with pytest.raises(ConfigError, match="no files; embed them in Python"):
+    with pytest.raises(ConfigError, match="not files; embed them in Python"):
         embed.find_files(tmp_path, "arrays")
     (tmp_path / os.fsdecode(b"\xff.png")).write_bytes(b"")
     with pytest.raises(DataError, match="not UTF-8"):

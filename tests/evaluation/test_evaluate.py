@@ -96,7 +96,7 @@ def test_the_order_of_trials_changes_nothing(score_set):
     ("changes", "method", "note"),
     [
         ({"subjects": "none"}, "file bootstrap", "too narrow"),
-        ({"num_replicates": 0}, "none", "not asked for"),
+        ({"num_replicates": 0}, "none", "not requested"),
         ({"rule": "nearest"}, "subject bootstrap", "nearest"),
         ({"rule": "interpolated"}, "subject bootstrap", "interpolated"),
     ],
@@ -201,7 +201,7 @@ def test_groups_are_audited_at_the_common_threshold(score_set):
         assert (row.num_genuine, row.num_impostors) == (len(genuine), len(impostor))
         assert row.fmr == pytest.approx(np.mean(impostor >= audit.threshold))
         assert row.fnmr == pytest.approx(np.mean(genuine < audit.threshold))
-    assert "two groups count in none" in str(audit.note)
+    assert "between two groups are left out" in str(audit.note)
     named = replace(QUICK, group_of=groups, group_far=0.01)
     chosen = evaluate_scores(score_set, named).groups
     assert chosen.far_target == 0.01

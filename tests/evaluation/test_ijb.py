@@ -155,10 +155,10 @@ def test_subjects_are_found_from_genuine_pairs():
     result = ijb.evaluate_templates(templates, replace(pairs, subject_of=None), QUICK)
     assert result.protocol.num_subjects == 12
     assert result.protocol.interval.method == "subject bootstrap"
-    assert result.protocol.interval.note == "subjects are templates that genuine pairs link"
+    assert result.protocol.interval.note == "subjects are templates linked by genuine pairs"
     partial = {key: name for key, name in (pairs.subject_of or {}).items() if key != 7}
     partly = ijb.evaluate_templates(templates, replace(pairs, subject_of=partial), QUICK)
-    assert partly.protocol.interval.note == "subjects are templates that genuine pairs link"
+    assert partly.protocol.interval.note == "subjects are templates linked by genuine pairs"
 
 
 def test_labels_that_contradict_each_other_leave_templates():
@@ -290,7 +290,7 @@ def test_short_and_missing_lists(release, tmp_path):
     [
         (b"1,a\n1,b\n", "line 3: template 1 is of subject 'b', but was of 'a'"),
         (b"1\n", "line 2: '1'"),
-        (b"1,a\rb\n", "line 2 is no CSV"),
+        (b"1,a\rb\n", "line 2 is not CSV"),
         (b"", "has no templates"),
     ],
 )

@@ -159,7 +159,7 @@ def test_a_part_of_other_inputs_is_refused(tmp_path, inputs):
     out = tmp_path / "s.tsv"
     with pytest.raises(Stop):
         score_trials(other, trials, out=out, block=50, progress=stop_after(50))
-    with pytest.raises(DataError, match="begun with other inputs or options: delete it or pass"):
+    with pytest.raises(DataError, match="written with other inputs or options: delete it or pass"):
         score_trials(*inputs, out=out)
     whole = score_trials(*inputs, out=tmp_path / "w.tsv").read_bytes()
     assert score_trials(*inputs, out=out, restart=True).read_bytes() == whole

@@ -55,7 +55,7 @@ def test_a_demo_trains_tests_and_reports(
     ]
     assert main(words) == 0
     said, page = capsys.readouterr().out, tmp_path / "report" / "index.html"
-    report, _, offered = said.rpartition("see it decide: ")
+    report, _, offered = said.rpartition("try the model: ")
     assert report.endswith(f"report: {page}\nfile://{page}\n")
     arguments = parse_command(shlex.split(offered))
     assert (arguments.model / "result.json").is_file() and arguments.fit == "resize"
@@ -94,7 +94,7 @@ def test_voices_are_another_world(tmp_path: Path) -> None:
     assert [result.system.name for result in finished.results] == ["CosFace", "Q-Margin"]
     html = finished.page.read_text(encoding="utf-8")
     assert "data:audio/wav" in html  # the hardest pairs can be heard
-    with pytest.raises(ConfigError, match="holds another experiment"):
+    with pytest.raises(ConfigError, match="holds a different experiment"):
         run_demo(tmp_path, "cosface")
 
 
@@ -184,7 +184,7 @@ def test_pictures_of_a_path_and_that_they_have_changed(
     np.savez(file, images=images[::-1], label=labels)
     with pytest.raises(ConfigError, match=r"data\.digest"):
         run_demo(out, "cosface", data=file)
-    with pytest.raises(ConfigError, match="holds another experiment"):
+    with pytest.raises(ConfigError, match="holds a different experiment"):
         run_demo(out, "cosface")
     with pytest.raises(DataError, match="does not exist"):
         run_demo(tmp_path / "new", data=tmp_path / "gone")

@@ -272,7 +272,7 @@ def test_a_result_of_another_recipe_is_refused(tmp_path: Path) -> None:
         "debug", {"loss.scale": "10"}, seed=0, is_search=True
     ).sha256  # fmt: skip
     (folder / RESULT).write_text(text.replace(sha256, "0" * 64))
-    with pytest.raises(ConfigError, match="is of another recipe"):
+    with pytest.raises(ConfigError, match="is of a different recipe"):
         run(small_sweep("loss.scale=10"), tmp_path)
 
 
@@ -282,7 +282,7 @@ def test_a_run_without_a_whole_checkpoint_names_the_folder_to_remove(tmp_path: P
     (first / RESULT).unlink()
     for manifest in first.glob("checkpoints/step-*/manifest.json"):
         manifest.write_text("{")
-    with pytest.raises(DataError, match=f"no whole checkpoint; remove .*{first.name} "):
+    with pytest.raises(DataError, match=f"no complete checkpoint; remove .*{first.name} "):
         run(small_sweep("loss.scale=10,16"), tmp_path)
     assert "none of the 2 checkpoints" in (first / "train.log").read_text(encoding="utf-8")
     shutil.rmtree(first)

@@ -344,7 +344,7 @@ def test_speeds_of_recordings_stay_classes_of_their_own(tmp_path: Path) -> None:
 
 def test_validation_data_may_have_a_place_of_their_own() -> None:
     recipe = get_recipe("faces_r18_q_margin")
-    with pytest.raises(ConfigError, match="are those of the training"):
+    with pytest.raises(ConfigError, match="and training both use"):
         Stored(validation=("data.path=data/faces",)).measured(recipe, is_search=True)
     with pytest.raises(ConfigError, match=r"'loss\.margin=0\.1'"):
         Stored(validation=("loss.margin=0.1",))
@@ -359,7 +359,7 @@ def test_validation_data_may_have_a_place_of_their_own() -> None:
 def test_worlds_refuse_recipes_of_other_data(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.kind is 'images'"):
         Made().adapt(small_faces(), is_search=False)
-    with pytest.raises(ConfigError, match="makes its own data"):
+    with pytest.raises(ConfigError, match="generates its data"):
         Stored(str(tmp_path), str(tmp_path)).adapt(get_recipe("debug"), is_search=False)
     with pytest.raises(DataError, match=r"data\.test is .*missing"):
         Stored(str(tmp_path), str(tmp_path / "missing")).opened()

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+from contextlib import contextmanager
 from itertools import pairwise
 from unittest import mock
 
@@ -23,6 +24,7 @@ from helpers.heads import (
 from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.heads import checks, paths
 from qmargin.heads.classifier import MarginClassifier
+from qmargin.heads.optimizers import ExactSGD
 from qmargin.heads.paths import choose_path
 
 EXACT = ("sparse", "chunked", "dense", "top_k")
@@ -362,3 +364,34 @@ def test_a_margin_that_draws_needs_a_seed_on_several_ranks():
         checks.check_settings(head, torch.float32)
     head.loss = qmargin.MarginLoss(qmargin.Alpha(1.0), qmargin.ElasticMargin(seed=1), scale=64.0)
     checks.check_settings(head, torch.float32)
+
+
+def test_kernels_start_on_the_device_of_the_prototypes(monkeypatch):
+    """Triton launches on the current device, whichever that is."""
+    batch, inside = random_batch(40), []
+    head = make_head(make_loss(1.25), batch, path="sparse", gradient="fused")
+
+    @contextmanager
+    def device_of(tensor):
+        inside.append(tensor)
+        yield
+        inside.pop()
+
+    def only_inside(name):
+        module, launched = head.kernels, getattr(head.kernels, name)
+
+        def launch(*args, **options):
+            assert inside, f"{name} is launched on any device"
+            return launched(*args, **options)
+
+        monkeypatch.setattr(module, name, launch)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in ("refresh_copy", "group_maxima", "solve_lists", "sgd_update", "prototype_gradient"):
+        only_inside(name)
+    optimizer = ExactSGD(head, lr=0.1)
+    head.refresh(force=True)
+    head(batch.embeddings.clone().requires_grad_(), batch.labels).backward()
+    assert not inside and optimizer.grad_norm() > 0
+    optimizer.step()
+    assert not inside

@@ -1,7 +1,11 @@
 """Steps by one half-precision matrix: in the interpreter, or captured on a GPU."""
 
+import ctypes
 import gc
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +23,7 @@ from helpers.heads import (
     step,
     truth_of,
 )
-from qmargin.errors import ConfigError
+from qmargin.errors import ConfigError, ShapeError
 from qmargin.heads import matrix as steps
 from qmargin.heads import paths
 from qmargin.heads.matrix import MatrixGradient, MatrixStep
@@ -28,6 +32,7 @@ from qmargin.heads.paths import Auto
 from qmargin.heads.sparse import FusedSparseStep, SparseStep
 from qmargin.kernels import dispatch
 from qmargin.kernels.triton import matrix
+from qmargin.kernels.triton.replay import Recording
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's masked lanes
@@ -550,3 +555,192 @@ def test_a_whole_step_can_be_captured_by_the_user(path):
     torch.testing.assert_close(
         value.detach().cpu().double(), truth_of(make_loss(1.5), batch).loss, rtol=1e-5, atol=1e-7
     )
+
+
+class PretendedGraph:
+    """A graph for the interpreter: what it captured is launched by every replay."""
+
+    def __init__(self):
+        self.calls = []
+
+    def replay(self):
+        for call in self.calls:
+            call()
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """Steps are captured, and replayed, as on a GPU."""
+    open_graphs = []
+
+    @contextmanager
+    def captured(device):
+        graph = PretendedGraph()
+        open_graphs.append(graph)
+        yield graph
+        open_graphs.remove(graph)
+
+    def noted(module, name):
+        launched = getattr(module, name)
+
+        def launch(*args, **options):
+            if not open_graphs:
+                return launched(*args, **options)
+            return open_graphs[-1].calls.append(partial(launched, *args, **options))
+
+        monkeypatch.setattr(module, name, launch)
+
+    monkeypatch.setattr(steps, "_captured", captured)
+    monkeypatch.setattr(steps, "_can_capture", lambda tensor: not open_graphs)
+    noted(steps, "_prepare")
+    noted(steps, "_solve")
+    noted(matrix, "sgd_update")
+
+
+def captured_head(alpha, batch):
+    head = matrix_head(make_loss(alpha), batch)
+    for _ in range(4):
+        head(batch.embeddings, batch.labels)
+    assert head.captured_steps.graph is not None
+    return head
+
+
+def one_value(head, batch, truth):
+    torch.testing.assert_close(
+        head(batch.embeddings, batch.labels).double(), truth.loss, rtol=1e-5, atol=1e-7
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("alpha", [1.0, 1.25])
+def test_pretended_captures_train_as_launched_steps(alpha, capturing):
+    batch = random_batch(40, dim=16, rows=8)
+    results = []
+    for capture in (False, True):
+        path = "chunked" if alpha == 1.0 else "sparse"
+        settings = {"capture": capture}
+        head = matrix_head(make_loss(alpha), batch, path, gradient="fused", settings=settings)
+        update = ExactSGD(head, 0.1)
+        for turn in range(8):
+            order = torch.randperm(8, generator=torch.Generator().manual_seed(turn))
+            rows = batch.embeddings[order].requires_grad_()
+            head(rows, batch.labels[order]).backward()
+            if turn == 6:  # other places of the momentum
+                update.load_state_dict(deepcopy(update.state_dict()))
+            update.step()
+        assert (head.captured_steps.graph is not None) == capture
+        results.append((head.prototypes.detach().clone(), rows.grad.clone()))
+    for launched, replayed in zip(*results, strict=True):
+        assert torch.equal(launched, replayed)
+
+
+@interpreted
+def test_a_captured_step_notices_what_is_kept_of_the_prototypes_elsewhere(capturing):
+    batch = random_batch(40, dim=16, rows=12)
+    head = captured_head(1.5, batch)
+    graph, truth = head.captured_steps.graph, truth_of(make_loss(1.5), batch)
+    head(batch.embeddings, batch.labels)
+    assert head.captured_steps.graph is graph
+    head._home = None  # as after some steps on another device: the next makes a copy anew
+    head.copy.fill_(torch.nan)
+    one_value(head, batch, truth)
+    assert head.captured_steps.graph is not None and head.captured_steps.graph is not graph
+    one_value(head, batch, truth)
+
+
+@interpreted
+def test_a_captured_step_of_an_inference_is_not_one_of_other_passes(capturing):
+    batch = random_batch(40, dim=16, rows=12)
+    truth = truth_of(make_loss(1.5), batch)
+    head = matrix_head(make_loss(1.5), batch)
+    with torch.inference_mode():
+        for _ in range(5):
+            head(batch.embeddings, batch.labels)
+    assert head.captured_steps.graph is not None
+    with torch.no_grad():
+        for _ in range(5):
+            one_value(head, batch, truth)
+
+
+@interpreted
+def test_a_captured_step_notices_an_alpha_that_was_written_to(capturing):
+    batch = random_batch(40, dim=16, rows=12)
+    alpha = torch.tensor(1.5)
+    loss = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(0.05), scale=16.0)
+    head = matrix_head(loss, batch)
+    for _ in range(5):
+        head(batch.embeddings, batch.labels)
+    assert head.captured_steps.graph is not None
+    alpha.fill_(1.25)
+    other = qmargin.MarginLoss(qmargin.Alpha(1.25), qmargin.PriorMargin(0.05), scale=16.0)
+    one_value(head, batch, truth_of(other, batch))
+
+
+@interpreted
+def test_a_repeated_launch_reads_a_factor_of_every_row(capturing, monkeypatch):
+    """What comes into a mean of rows is one number with strides of zero."""
+    batch = random_batch(40, dim=16, rows=12)
+    found = []
+
+    def repeated(device, grad, out):
+        found.append((ctypes.c_float * 12).from_address(grad)[:])
+
+    monkeypatch.setattr(Recording, "between", lambda self, *tensors, fixed: repeated)
+    head = matrix_head(make_loss(1.5), batch)
+    head.loss.reduction = "none"
+    rows = batch.embeddings.clone().requires_grad_()
+    for _ in range(6):
+        (3.0 * head(rows, batch.labels).mean()).backward()
+    assert len(found) == 2 and found[-1] == pytest.approx([0.25] * 12)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+def test_prototypes_by_columns_are_refused(device):
+    batch = random_batch(60, dim=16, rows=8)
+    head = matrix_head(make_loss(1.5), batch, device=device)
+    head.prototypes.data = head.prototypes.detach().t().contiguous().t()
+    with pytest.raises(ShapeError, match=r"strides \(1, 60\)"):
+        head(batch.embeddings.to(device), batch.labels.to(device))
+    head.prototypes.data = head.prototypes.detach().contiguous()
+    one = head(batch.embeddings.to(device), batch.labels.to(device))
+    truth = truth_of(make_loss(1.5), batch)
+    torch.testing.assert_close(one.cpu().double(), truth.loss, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("alpha", [1.0, 1.5])
+def test_captured_rows_take_a_gradient_of_their_mean(alpha):
+    batch = random_batch(500, dim=64, rows=32)
+    loss = make_loss(alpha)
+    loss.reduction = "none"
+    head = make_head(loss, batch, path="chunked" if alpha == 1.0 else "sparse", device="cuda")
+    truth = truth_of(make_loss(alpha), batch)
+    for _ in range(8):
+        rows = batch.embeddings.cuda().requires_grad_()
+        head.prototypes.grad = None
+        head(rows, batch.labels.cuda()).mean().backward()
+        tolerance = HALF_PRODUCTS if alpha == 1.0 else 2e-5
+        for found, exact in (
+            (rows.grad, truth.embeddings),
+            (head.prototypes.grad, truth.prototypes),
+        ):
+            lost = (found.cpu().double() - exact).abs().max() / exact.abs().max()
+            assert float(lost) < tolerance
+    assert head.captured_steps.step.generation > 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("path", ["sparse", "auto", "chunked"])
+def test_heads_on_two_devices_of_one_process(path):
+    batch = random_batch(500, dim=64, rows=32)
+    truth = truth_of(make_loss(1.5), batch)
+    for index in (1, 0, 1):
+        head = make_head(make_loss(1.5), batch, path=path, device=f"cuda:{index}", gradient="fused")
+        optimizer = ExactSGD(head, 0.0)
+        for _ in range(6):
+            rows = batch.embeddings.to(f"cuda:{index}").requires_grad_()
+            value = head(rows, batch.labels.to(rows.device))
+            value.backward()
+            optimizer.step()
+            torch.testing.assert_close(value.detach().cpu().double(), truth.loss, rtol=2e-3, atol=0)

@@ -126,3 +126,10 @@ def test_kernels_that_cannot_be_built_are_reported_once(monkeypatch):
 def test_sizes_that_people_have(shape, b, scale):
     values, *target = batch(scale=scale, shape=shape, spread=1 / 22)
     check(values, scale, b, target)
+
+
+def test_rows_longer_than_kernels_count_are_left_to_plain_code(monkeypatch):
+    """A block beyond the last class would overflow 32 bits; nothing of this size is allocated."""
+    monkeypatch.setattr(dispatch, "may_interpret", True)
+    for k, expected in ((1 << 20, True), ((1 << 31) - (1 << 12), False), (1 << 31, False)):
+        assert plain.may_fuse(torch.zeros(1, 1).expand(1, k), 1.0) == expected

@@ -1,5 +1,8 @@
 """Every kernel against its plain twin: on a GPU for real, elsewhere in Triton's interpreter."""
 
+import warnings
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ pytest.importorskip("triton")
 from qmargin.heads.chunked import add_entries_
 from qmargin.heads.sharding import Ranks
 from qmargin.heads.sparse import find_support
+from qmargin.kernels import dispatch
 from qmargin.kernels import head_reference as plain
 from qmargin.kernels.solver import slacks, solve_rows
 from qmargin.kernels.triton import blocks
@@ -391,3 +395,55 @@ def test_unit_rows():
     )
     unit, norms = fused.unit_rows(embeddings * 1e38, labels, -1)  # lengths overflow
     assert bool(norms[[0, 1, 3, 4]].isinf().all()) and bool(unit.isnan().all())
+
+
+@pytest.fixture
+def broken_gpu(monkeypatch):
+    """A GPU on which no kernel can be built, for the reason that is put in."""
+    reasons = [RuntimeError("Failed to find C compiler")]
+
+    def fail(device):
+        raise reasons[0]
+
+    monkeypatch.setattr(dispatch, "_try_kernels", fail)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    dispatch.fault_of_kernels.cache_clear()
+    yield reasons
+    dispatch.fault_of_kernels.cache_clear()
+
+
+def test_a_gpu_that_cannot_run_kernels_takes_plain_steps_with_one_warning(broken_gpu):
+    given = ("cuda", torch.float32, torch.float16, 10)
+    with pytest.warns(RuntimeWarning, match="heads take steps of plain PyTorch"):
+        assert dispatch.load_backend(*given) is plain
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch.load_backend(*given) is plain
+        assert "Failed to find C compiler" in dispatch.why_not_triton(*given)
+
+
+def test_memory_that_ran_out_is_no_reason_to_leave_kernels(broken_gpu):
+    broken_gpu[0] = torch.OutOfMemoryError("out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        dispatch.load_backend("cuda", torch.float32, torch.float16, 10)
+    dispatch.may_interpret, before = True, dispatch.may_interpret
+    try:
+        assert dispatch.load_backend("cpu", torch.float32, torch.float16, 10) is fused
+    finally:
+        dispatch.may_interpret = before
+
+
+@pytest.mark.parametrize(
+    ("major", "shared", "expected"),
+    [(9, 232_448, True), (8, 101_376, True), (12, 101_376, False), (7, 65_536, True)],
+)
+def test_tiles_fit_in_shared_memory(major, shared, expected):
+    properties = SimpleNamespace(major=major, shared_memory_per_block_optin=shared)
+    assert fused.has_room(properties) == expected
+    assert fused.has_room(SimpleNamespace(major=major))  # of a torch that does not tell
+
+
+@pytest.mark.gpu
+def test_the_largest_kernel_runs_here():
+    dispatch.fault_of_kernels.cache_clear()
+    assert dispatch.fault_of_kernels(torch.cuda.current_device()) is None

@@ -165,7 +165,7 @@ def test_more_classes_are_harder_above_alpha_one_only():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: qmargin.hardness(0.5, 1.0, **SIZES), "alpha is 0.5; .* from alpha 1"),
+        (lambda: qmargin.hardness(0.5, 1.0, **SIZES), "alpha is 0.5; .* at least 1"),
         (lambda: qmargin.hardness(17.0, 1.0, **SIZES), "alpha"),
         (lambda: qmargin.hardness(1.25, 0.0, **SIZES), "scale is 0"),
         (lambda: qmargin.hardness(1.25, 1.0, num_classes=1, embedding_dim=64), "num_classes is 1"),

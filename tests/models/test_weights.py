@@ -129,7 +129,7 @@ def test_the_published_depth_has_the_shapes_of_adaface():
     [
         (lambda: IResNet((1, 1, 1, 1), 8), r"unknown: layer2\.1\.bn1"),
         (lambda: IResNet((1, 2, 2, 1), 8), r"missing: layer3\.1\.bn1.*\.\.\."),
-        (lambda: IResNet(SMALL, 4), r"of another shape: fc\.weight \[8, 25088\] instead of \[4, "),
+        (lambda: IResNet(SMALL, 4), r"different shape: fc\.weight \[8, 25088\] instead of \[4, "),
         (lambda: IResNet(SMALL, 8, shortcut="subsample"), r"unknown: layer1\.0\.downsample"),
     ],
 )

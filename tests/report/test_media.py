@@ -95,7 +95,7 @@ def test_huge_images_are_not_decoded_and_pages_do_not_grow_without_bound(tmp_pat
     assert folder.medium("a.png").problem == "image too large"
     monkeypatch.setattr(media, "MOST_BYTES", len(folder.medium("a.wav").uri) + 10)
     assert folder.embedded("a.wav").kind == "audio"
-    assert folder.embedded("a.wav").problem == "left out, the page is large enough"
+    assert folder.embedded("a.wav").problem == "left out, the page has reached its limit"
 
 
 # -- figures --------------------------------------------------------------------------------------

@@ -409,7 +409,7 @@ def test_a_gallery_finds_the_best_sample_of_everybody():
     found = gallery.search(np.array([0.1, 1.0], np.float32), 5)
     assert [one.name for one in found] == ["a", "b"]
     assert found[0].score == pytest.approx(cosine(rows[1], np.array([0.1, 1.0])))
-    with pytest.raises(DataError, match="is zero, which has no direction"):
+    with pytest.raises(DataError, match="is zero and has no direction"):
         gallery.search(np.zeros(2, np.float32), 5)
 
 

@@ -149,7 +149,7 @@ def test_the_size_of_an_upload_is_limited_before_it_is_read(directory, monkeypat
         assert len(large) > 10_000
         status, content, _ = server.ask("POST", "/v1/embed", raw=large)
         if is_checked:
-            assert status == 413 and "at most 10,000" in content["error"]["message"]
+            assert status == 413 and "limit is 10,000" in content["error"]["message"]
             promised = {"Content-Length": "999999999999"}  # nothing of it is sent
             assert server.ask("POST", "/v1/embed", raw=b"", headers=promised)[0] == 413
             chunked = {"Content-Length": "", "Transfer-Encoding": "chunked"}
@@ -232,7 +232,7 @@ def test_every_answer_has_the_policy(directory, path, monkeypatch):
 
 
 def test_nothing_of_an_input_is_written_or_logged(directory, tmp_path, monkeypatch, capfd):
-    """Not even where something unforeseen happens."""
+    """Not even where something unexpected happens."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     secret = "Ada-Lovelace"
@@ -250,13 +250,13 @@ def test_nothing_of_an_input_is_written_or_logged(directory, tmp_path, monkeypat
 
         monkeypatch.setattr(server.service.reader, "read", fail)
         status, message = server.refusal("embed", {"inputs": [good]})
-        assert status == 500 and "unforeseen ValueError" in message and secret not in message
+        assert status == 500 and "unexpected ValueError" in message and secret not in message
         written = [given for given in opened if _writes(given)]
     assert written == []
     assert list(tmp_path.iterdir()) == []
     shown = capfd.readouterr()
     assert shown.out == "" and secret not in shown.err
-    assert shown.err.startswith("unforeseen ValueError in ")
+    assert shown.err.startswith("unexpected ValueError in ")
 
 
 def _writes(given) -> bool:

@@ -172,7 +172,7 @@ def test_the_others_name_a_rank_that_was_killed_or_frozen(lost: int, blow: signa
         for rank in ranks[:lost] + ranks[lost + 1 :]:
             assert rank.wait() in ((1,) if blow == signal.SIGKILL else (1, EXIT_RANK_LOST))
             assert time.monotonic() - began < 6 + BUSY
-            assert f"rank {lost} gave no sign of life" in last_error(rank)
+            assert f"rank {lost} sent no heartbeat" in last_error(rank)
 
 
 @pytest.mark.dist
@@ -236,7 +236,7 @@ with start_process_group(6, device="cpu") as process:
         began = time.monotonic()
         assert ranks[0].wait(20) == EXIT_RANK_LOST
         assert time.monotonic() - began < 6 + BUSY
-        assert "qmargin: rank 1 gave no sign of life" in ranks[0].errors()
+        assert "qmargin: rank 1 sent no heartbeat" in ranks[0].errors()
 
 
 class Slate:

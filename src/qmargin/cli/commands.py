@@ -49,7 +49,7 @@ COMMANDS: dict[str, type[Command] | dict[str, type[Command]]] = {
     "export": Export,
     "completion": Completion,
 }
-GROUPS = {  # help of commands that consist of others, and what these are called
+GROUPS = {  # help of groups of commands, and of their subcommands
     "evaluate": ("measure a verification system, with intervals", "what to evaluate", "WHAT"),
     "data": ("get, index and convert images and recordings, align faces", "what to do", "ACTION"),
 }

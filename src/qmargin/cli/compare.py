@@ -37,20 +37,22 @@ EXIT_CODES = """exit status:
 
 @dataclass(frozen=True, kw_only=True)
 class Running(Overwriting, RecipeSettings):
-    """What every command that runs an experiment takes."""
+    """Options of every command that runs an experiment."""
 
     resumes: ClassVar[bool] = True
     epilog: ClassVar[str] = EXIT_CODES
 
     jobs: Count | None = option("number of parallel runs (one per device)")
-    devices: tuple[str, ...] = option("cpu, or cuda:0 cuda:1", default=("auto",), metavar="NAME")
+    devices: tuple[str, ...] = option(
+        "devices to train on: cpu, or cuda:0 cuda:1", default=("auto",), metavar="NAME"
+    )
     storage: str | None = option(
         "shared Optuna storage: sqlite:///FILE, journal:FILE, redis:// or postgresql://",
         metavar="URL",
     )
 
     def complete(self, experiment: Experiment, out: Path, **options: Any) -> Finished:
-        """Do what is missing."""
+        """Run or continue the experiment."""
         from qmargin.experiments.runner import RunOptions, complete
 
         for name in ("devices", "jobs", "storage", "overwrite"):
@@ -68,7 +70,7 @@ class Compare(Running):
     """
 
     experiment: str | None = argument("name from --list, or a .yaml file", metavar="NAME|FILE")
-    list: bool = option("list the experiments that have a name")
+    list: bool = option("list the named experiments")
     out: Path | None = option("folder of the experiment", metavar="DIR")
     data: Path | None = option(
         "pictures or recordings, for named experiments that read data", metavar="PATH"
@@ -141,8 +143,8 @@ class Sweep(Running):
     recipe: str = argument("name of a recipe, or a .yaml file", metavar="NAME|FILE")
     out: Path = option("folder of the sweep", metavar="DIR")
     axes: tuple[str, ...] = option(
-        "values of a setting, as in loss.scale=10,16, of hardness, which decides the scale, or of "
-        "m_eff or reach, which decide the margin; a search also takes LOW:HIGH and LOW:HIGH:log",
+        "values of a setting (loss.scale=10,16), of hardness (sets the scale), or of m_eff or "
+        "reach (set the margin); a search also takes LOW:HIGH and LOW:HIGH:log",
         name="--grid",
         metavar="KEY=V1,V2",
         repeated=True,
@@ -151,7 +153,7 @@ class Sweep(Running):
     search: Literal["grid", "random", "optuna"] = option("search method", default="grid")
     trials: Count | None = option("number of combinations of a random or optuna search (40)")
     validation: tuple[str, ...] = option(
-        "data of other identities, or settings such as data.options.split=dev; not for made data",
+        "validation data, or settings such as data.options.split=dev; not for synthetic data",
         metavar="PATH",
         repeated=True,
     )
@@ -192,7 +194,7 @@ class Demo(Command):
     out: Path = option("folder of the demo", default=Path("qmargin-demo"), metavar="DIR")
     seeds: Count = option("number of seeds per loss", default=1)
     losses: tuple[str, ...] = option(
-        "arcface cosface entmax sparsemax q_margin (all)", metavar="NAME"
+        "losses to train: arcface cosface entmax sparsemax q_margin (all)", metavar="NAME"
     )
     minutes: float | None = option(
         "training time of five losses with one seed (the standard length)", metavar="M"
@@ -211,7 +213,7 @@ class Demo(Command):
         if self.data is None:  # pictures of a path are small drawings in memory
             run = shlex.quote(str(best_run(finished)))
             fit = "" if self.voices else " --fit resize"
-            sys.stdout.write(f"see it decide: qmargin serve {run}{fit}\n")
+            sys.stdout.write(f"try the model: qmargin serve {run}{fit}\n")
             sys.stdout.flush()
 
 
@@ -225,7 +227,7 @@ def best_run(finished: Finished) -> Path:
 
 
 def tell(finished: Finished, note: str = "") -> None:
-    """Print what an experiment found and where its report is."""
+    """Print the results of an experiment and the address of its report."""
     from qmargin.experiments.tables import summary
 
     heads, rows, words = summary(finished)

@@ -1,4 +1,4 @@
-"""``qmargin completion``: commands, options and their values at the touch of a key."""
+"""``qmargin completion``: shell completion of commands, options and their values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from qmargin.cli.options import Command, Parser, argument, commands_of, option
 
-_SCRIPTS = {  # each asks this program, so that it knows what the installed version knows
+_SCRIPTS = {  # each calls this program, so that it completes for the installed version
     "bash": r"""_qmargin() {
     local IFS=$'\n'
     COMPREPLY=($(qmargin completion bash --words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
@@ -32,7 +32,7 @@ end
 complete -c qmargin -a '(__qmargin)'
 """,
 }
-_HOW = """to use it now, and in every new shell by the same line in its start file:
+_HOW = """usage; to have it in every new shell, add the line to its start file:
   bash  eval "$(qmargin completion bash)"
   zsh   eval "$(qmargin completion zsh)", after compinit
   fish  qmargin completion fish | source
@@ -59,7 +59,7 @@ class Completion(Command):
 
 
 def candidates(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """What the last of the words can become; nothing where a file or a number is expected."""
+    """Completions of the last word; none where a file or a number is expected."""
     *before, current = words or [""]
     last = ""
     for word in before:

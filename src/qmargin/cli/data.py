@@ -1,4 +1,4 @@
-"""``qmargin data`` and ``qmargin check-data``: samples in a form that training and tests read."""
+"""``qmargin data`` and ``qmargin check-data``: download, index, convert and check data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _FORMATS = (
     "images or recordings: one folder per identity, a CSV, tar files, JSON lines, a .rec file, "
-    "wav.scp and utt2spk, or what a registered reader knows"
+    "wav.scp and utt2spk, or a format of a registered reader"
 )
 
 
@@ -78,8 +78,8 @@ class _Indexed(IndexPlace):
 class Index(_Indexed):
     """Build the index of a dataset.
 
-    Writes where every sample is, with its label and a checksum, and of recordings their duration
-    and loudness. An interrupted build continues. Training builds the index it needs by itself.
+    Writes the place, label and checksum of every sample, and the duration and loudness of
+    recordings. An interrupted build continues. Training builds a missing index by itself.
     """
 
     out: Path | None = option("index (PATH with .qmindex)")
@@ -91,7 +91,7 @@ class Index(_Indexed):
         with stage_progress() as progress:
             index = self.open_index(self.out, progress, rebuild=True)
         title = f"{index.path}: {index.kind}, {index.format}"
-        if index.kind == "recordings":  # which were measured
+        if index.kind == "recordings":  # durations in the index
             report = check_data(open_stored(index))
             print_table(output_console(), title, ["", "number", "details"], report.rows())
             return
@@ -102,7 +102,7 @@ class Index(_Indexed):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertBin(Command):
-    """Make a plain NPZ file of a .bin verification set, without running the pickle that it is."""
+    """Convert a .bin verification set to a plain NPZ file, without running its pickle."""
 
     path: Path = argument(".bin file", metavar="FILE")
     out: Path | None = option("NPZ file (FILE with .npz)")
@@ -125,7 +125,7 @@ class Align(Command):
 
     path: Path = argument("folder of photos or CSV manifest", metavar="PATH")
     out: Path = option("new folder", metavar="FOLDER")
-    size: Count = option("pixels of a side", default=112)
+    size: Count = option("side length in pixels", default=112)
 
     def run(self) -> None:
         from qmargin.data.alignment import align_photos
@@ -149,8 +149,8 @@ class Align(Command):
 class CheckData(_Indexed):
     """Read, decode and compare every sample of a dataset.
 
-    Looks for damage, identities without samples and duplicates; of recordings, also for clipping,
-    silence and those that are too short. The exit status is 2 when something is damaged.
+    Finds damage, identities without samples and duplicates, and recordings that are clipped, silent
+    or too short. The exit status is 2 if a sample is damaged.
     """
 
     path: Path = argument(f"{_FORMATS}, or an index", metavar="PATH")

@@ -1,4 +1,4 @@
-"""``qmargin doctor``: what this machine can run, and what it lacks."""
+"""``qmargin doctor``: what this machine can run, and what is missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from qmargin.cli.options import Command, option
 
-_EXTRAS = {  # of pyproject.toml: what they bring, and what for
+_EXTRAS = {  # of pyproject.toml: their packages and purposes
     "triton": ("triton", "kernels of the head on NVIDIA GPUs under Linux"),
     "figures": ("matplotlib", "figures of `qmargin report` and `qmargin compare`"),
     "jpeg": ("simplejpeg", "faster decoding of JPEGs, `data.options.decoder=simplejpeg`"),
@@ -35,9 +35,9 @@ Row = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(Command):
-    """Show what this machine can run, and why not the rest.
+    """Show what this machine can run, with the reason for what it cannot.
 
-    Devices, packages, backends of the head, and how much memory and disk is free.
+    Shows devices, packages, backends of the head, and free memory and disk space.
     """
 
     out: Path = option(
@@ -60,11 +60,13 @@ def _devices() -> Iterator[Row]:
     yield "qmargin", qmargin.__version__
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     yield "torch", torch.__version__
-    yield "cuda of torch", torch.version.cuda or "none: this is a build without it"
+    yield "cuda of torch", torch.version.cuda or "none: torch is built without CUDA"
     yield "cpu", f"{os.cpu_count()} cores; threads that torch uses: {torch.get_num_threads()}"
     if not torch.cuda.is_available():
         has_cuda = torch.version.cuda is not None
-        why = "check the driver and CUDA_VISIBLE_DEVICES" if has_cuda else "torch is built without"
+        why = (
+            "check the driver and CUDA_VISIBLE_DEVICES" if has_cuda else "torch has no CUDA support"
+        )
         yield "gpu", f"none: {why}"
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
@@ -73,13 +75,15 @@ def _devices() -> Iterator[Row]:
         yield f"gpu {index}", f"{facts.name}, {capability}, {gib(free)} of {gib(total)} free"
     kinds = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     found = [name for name, is_available in kinds.items() if is_available]
-    others = [f"not {name}: torch is built without" for name in kinds if name not in found]
+    others = [f"not {name}: torch is built without it" for name in kinds if name not in found]
     runs = f"with {' and '.join(found)}" if found else "not possible"
     yield "several ranks", "; ".join([runs, *others])
 
 
 def _backends() -> Iterator[Row]:
-    """For each device, the backend of the head that would run, and why not the kernels."""
+    """The backend of the head on each device, with the reason if kernels cannot run."""
+    import warnings
+
     import torch
 
     from qmargin.kernels.dispatch import why_not_triton
@@ -89,15 +93,17 @@ def _backends() -> Iterator[Row]:
             yield f"head on {device}", "no such device"
             continue
         screen = torch.float16 if device == "cuda" else torch.float32  # as the head chooses
-        reason = why_not_triton(device, torch.float32, screen)
-        runs = f"reference runs; not triton: {reason}" if reason else "triton runs"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it says is what is returned
+            reason = why_not_triton(device, torch.float32, screen)
+        runs = f"plain PyTorch; no Triton kernels: {reason}" if reason else "Triton kernels"
         yield f"head on {device}", runs
     if torch.cuda.is_available():
         yield "loss on cuda", _loss_on_cuda()
 
 
 def _loss_on_cuda() -> str:
-    """Whether the kernels of the loss can be built here: a tiny loss is the only way to know."""
+    """Whether the kernels of the loss can be built here, by running a tiny loss."""
     import warnings
 
     import torch
@@ -107,14 +113,14 @@ def _loss_on_cuda() -> str:
     from qmargin.kernels.rows import kernel_faults
 
     if not has_triton():
-        return "float64 code of torch runs; not kernels: triton is not installed"
+        return "plain PyTorch in float64; no kernels: triton is not installed"
     cosines = torch.zeros(2, 4, device="cuda", requires_grad=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it says is what is returned
+        warnings.simplefilter("ignore")  # its reason is returned
         qmargin.q_margin()(cosines, torch.tensor([0, 1], device="cuda")).backward()
     if kernel_faults:
-        return f"float64 code of torch runs; not kernels: {kernel_faults[-1]}"
-    return "kernels run"
+        return f"plain PyTorch in float64; no kernels: {kernel_faults[-1]}"
+    return "Triton kernels"
 
 
 def _extras() -> Iterator[Row]:
@@ -134,7 +140,7 @@ def _machine(folder: Path) -> Iterator[Row]:
 
     memory = available_memory(torch.device("cpu"))
     yield "free memory", "unknown" if memory is None else gib(memory)
-    while not folder.exists():  # a folder that a run would make
+    while not folder.exists():  # a folder that a run would create
         folder = folder.parent
     yield "free disk", f"{gib(shutil.disk_usage(folder).free)} at {folder.resolve()}"
 

@@ -25,18 +25,16 @@ _SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class FolderUse(ModelUse):
-    """How the files of a folder are embedded."""
+    """Options of embedding the files of a folder."""
 
     flip: Literal["none", "sum"] | None = option("add mirror images (as the model was evaluated)")
     batch_size: int = option("batch size, in files", default=64)
-    max_corrupt: int = option(
-        "number of unreadable files to skip before the command stops", default=100
-    )
+    max_corrupt: int = option("largest number of unreadable files to skip", default=100)
 
     def embed_folder(
         self, model: Model, folder: Path, names: Sequence[str], out: Path, progress: StageProgress
     ) -> tuple[EmbeddedFolder, str]:
-        """Write embeddings; returns what became of every file, and how mirror images entered."""
+        """Write embeddings; return the outcome of every file and the use of mirror images."""
         from qmargin.evaluation.embed import embed_files, write_embedding_file
 
         flip = self.flip or ("none" if model.thresholds is None else model.thresholds.flip)
@@ -58,9 +56,8 @@ class FolderUse(ModelUse):
 class Embed(FolderUse, Overwriting):
     """Embed a folder of images or recordings.
 
-    Writes the embeddings of all files under a folder, named by their paths in it, for `qmargin
-    evaluate` and others, and a manifest of what became of every file. Only you can read what is
-    written.
+    Writes the embeddings of all files under a folder, named by their relative paths, and a manifest
+    with the outcome for every file. Only you can read the two files.
     """
 
     folder: Path = argument("folder with files at any depth", metavar="FOLDER")

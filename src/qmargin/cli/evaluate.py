@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from qmargin.evaluation.result import GroupAudit, Result, RunInfo
     from qmargin.evaluation.scoring import CohortNorm
 
-TOP_N = 300  # of a cohort
+TOP_N = 300  # nearest members of a cohort
 _COLUMNS = ("measure", "value", "interval", "FAR", "false accepts", "threshold", "enough data")
 
 
 class Known(NamedTuple):
-    """What is known of embeddings and the model that made them."""
+    """Facts about embeddings and their model."""
 
     card: Mapping[str, str] = MappingProxyType({})
     run: RunInfo | None = None
@@ -42,7 +42,7 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Overwriting, KeepingPaths):
-    """Where a result goes, what it is called, and what is measured."""
+    """Options of every evaluation: output, names and measures."""
 
     out: Path = option("result.json to write")
     name: str | None = option("name of the system (that of the model or file)", metavar="SYSTEM")
@@ -67,7 +67,7 @@ class Evaluation(Overwriting, KeepingPaths):
     def options(
         self, *, name: str, protocol: str, known: Known | None = None, **others: Any
     ) -> EvaluationOptions:
-        """What is measured; the names are those without ``--name``, a card and ``--protocol``."""
+        """Evaluation options, with default names of system and protocol."""
         from qmargin.evaluation.evaluate import EvaluationOptions
 
         known = known or Known()
@@ -94,7 +94,7 @@ class Evaluation(Overwriting, KeepingPaths):
     def check_outputs(
         self, outputs: Mapping[str, tuple[Path, str]], arguments: Any = None
     ) -> Guard:
-        """Refuse places that cannot be written, inputs, and files that another program wrote.
+        """Refuse outputs that cannot be written, are inputs, or belong to another program.
 
         ``outputs`` has path and mark by option. Inputs are in ``arguments``, or in this command.
         """
@@ -107,7 +107,7 @@ class Evaluation(Overwriting, KeepingPaths):
         guard = options.guard_of(arguments or self, names, own=_own_scores(self.out))
         guard.check(self.out, RESULT_MARK)
         for path, mark in outputs.values():
-            partial, record = names_beside(path)  # a run that was stopped leaves these
+            partial, record = names_beside(path)  # an interrupted run leaves these
             for place, text in ((path, mark), (partial, mark), (record, PROGRESS_MARK)):
                 guard.check(place, text)
         return guard
@@ -123,10 +123,10 @@ class Evaluation(Overwriting, KeepingPaths):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules(Command):
-    """What can be chosen where there is a list of scores."""
+    """Options that need a list of scores."""
 
     rule: Literal["conservative", "nearest", "interpolated"] = option(
-        "choice of thresholds", default="conservative"
+        "rule of thresholds", default="conservative"
     )
 
 
@@ -154,7 +154,7 @@ class Card(Command):
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path} is not JSON ({error})") from error
         if not isinstance(content, dict) or not all(isinstance(v, str) for v in content.values()):
-            raise DataError(f"{path} is not a JSON object whose values are all texts")
+            raise DataError(f"{path} is not a JSON object of strings")
         return content
 
 
@@ -173,7 +173,7 @@ class Cohort(Command):
             raise ConfigError(f"--as-norm {self.as_norm} needs a cohort: give --cohort FILE")
 
     def read_cohort(self) -> CohortNorm | None:
-        """The cohort, where one is given."""
+        """The cohort, if given."""
         from qmargin.evaluation.embeddings import read_embeddings
         from qmargin.evaluation.scoring import CohortNorm
 
@@ -199,7 +199,7 @@ class ScoresFile(Resumed):
 
     @property
     def scores_path(self) -> Path:
-        """Where the scores go."""
+        """Path of the scores."""
         return self.scores or self.out.with_suffix(".scores.tsv")
 
     @property
@@ -216,7 +216,7 @@ class _Registered(Evaluation, Rules, Costs):
 
 
 def add_protocols(kinds: Commands, known: Collection[str]) -> None:
-    """Add the protocols that other packages have registered; one that fails says so when used."""
+    """Add the protocols of other packages; an unusable one reports its error when used."""
     for name, about in protocols.describe().items():
         if name in known:
             continue
@@ -273,7 +273,7 @@ def with_weights(card: Mapping[str, str] | None, weights: str | None) -> dict[st
 
 
 def collapse_notes(embeddings: Embeddings) -> tuple[str, ...]:
-    """What the result says of embeddings that all but coincide."""
+    """Note on embeddings that nearly coincide."""
     from qmargin.evaluation.embeddings import collapse_note
 
     note = collapse_note(embeddings.matrix)
@@ -281,7 +281,7 @@ def collapse_notes(embeddings: Embeddings) -> tuple[str, ...]:
 
 
 def _print_result(result: Result, path: Path) -> None:
-    """Print what was measured, how sure it is, and where it was written."""
+    """Print the measures, their intervals, and the path of the result."""
     console = output_console()
     protocol, method = result.protocol, result.protocol.interval
     if result.measures.extra:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _Embedded(Resumed, Rules):
-    """A protocol of samples, which a model embeds, or whose embeddings are read."""
+    """Base of protocols whose samples are embedded by a model, or read as embeddings."""
 
     model: Path | None = option("model directory, or a run", metavar="DIR")
     embeddings: Path | None = option(
@@ -36,7 +36,7 @@ class _Embedded(Resumed, Rules):
     workers: int = option("number of decoding threads", default=2)
 
     def check(self) -> Guard:
-        """Refuse what cannot work before any work is done."""
+        """Refuse impossible options before any work."""
         from qmargin.evaluation.embeddings import EMBEDDINGS_MARK
 
         outputs = self.scores_output if isinstance(self, ScoresFile) else {}
@@ -52,7 +52,7 @@ class _Embedded(Resumed, Rules):
     def embed(
         self, samples: Callable[[ModelCard], SampleSet], progress: StageProgress, **options: Any
     ) -> Known:
-        """Embed samples where a model is given; returns what is known of it."""
+        """Embed samples if a model is given; return facts about it."""
         if self.model is None:
             return Known()
         from qmargin.evaluation.embed import write_embeddings
@@ -88,10 +88,10 @@ class _Faces(_Embedded):
         *,
         is_exact: bool = True,
     ) -> tuple[Embeddings, Known]:
-        """Embeddings of the images, made or read, and what is known of them.
+        """Embeddings of the images, computed or read, with facts about them.
 
-        ``images`` takes the model's size, ``flip`` is how mirror images enter. Rows are in the
-        order of the keys where ``is_exact``; otherwise names find them.
+        ``images`` takes the model's size, ``flip`` is the use of mirror images. With ``is_exact``,
+        rows are in the order of the keys; otherwise they are found by name.
         """
         from qmargin.evaluation.embeddings import map_embeddings, stored_flip
 
@@ -111,7 +111,7 @@ class _Faces(_Embedded):
         )
 
     def face_options(self, protocol: Path, known: Known, **others: Any) -> EvaluationOptions:
-        """What is measured; names are those of files."""
+        """Evaluation options, with names of files."""
         from qmargin.evaluation.evaluate import default_name
 
         name = default_name(self.model or self.embeddings_path)
@@ -131,7 +131,7 @@ class _Pictures(Command):
 class Lfw(_Faces, _Pictures):
     """Evaluate a verification set in folds: LFW, CFP-FP, AgeDB-30, CALFW, CPLFW (.bin).
 
-    Accuracy over ten folds with the flip test, and TAR at FAR 1e-3, 1e-2 and 1e-1 over all pairs.
+    Computes accuracy over ten folds with the flip test, and TAR at FAR 1e-3, 1e-2 and 1e-1.
     """
 
     file: Path = argument(".bin, or the .npz made from it", metavar="SET")
@@ -164,8 +164,8 @@ class Lfw(_Faces, _Pictures):
 class Pairs(_Faces, ScoresFile):
     """Evaluate any list of image pairs.
 
-    Embeds every image of a list of pairs once and compares them. The list is CSV with a header
-    (a,b,label and maybe fold), LFW's pairs.txt, or lines of two names and a label.
+    Embeds every image of a list of pairs once and compares the pairs. The list is CSV with a header
+    (a,b,label and optionally fold), LFW's pairs.txt, or lines of two names and a label.
     """
 
     file: Path = argument("list of pairs with labels", metavar="PAIRS")
@@ -240,7 +240,7 @@ class Ijb(_Faces, _Pictures):
                 pooling=f"norms {'kept' if pooling.keep_norms else 'set to 1'}, "
                 f"detector scores {'used' if pooling.use_detector else 'not used'}",
             )
-            del embeddings  # a gigabyte that nothing needs any more
+            del embeddings  # free a gigabyte
             given: dict[str, Any] = {"command": command_line(), "progress": progress}
             if self.task == "1:1":
                 pairs = release.pairs(progress=partial(progress, "reading pairs"))
@@ -259,14 +259,14 @@ class Ijb(_Faces, _Pictures):
 
 
 def _size(input_shape: tuple[int, ...]) -> int:
-    """Side of the images that a model takes."""
+    """Side length of the images of a model."""
     if len(input_shape) != 3 or input_shape[1] != input_shape[2]:
         raise ConfigError(f"the model takes {input_shape}; give one of images (3, size, size)")
     return input_shape[1]
 
 
 def _check_flip(path: Path, stored: str | None, wanted: str) -> None:
-    """Refuse embeddings that would be taken for something else."""
+    """Refuse embeddings with another use of mirror images."""
     if stored is None and wanted == "both":
         remedy = "pass --no-flip to take its rows as they are, or make it with --model"
         raise DataError(f"{path} does not say whether it has mirror images: {remedy}")
@@ -346,7 +346,7 @@ class VoxCeleb(_Embedded, ScoresFile, Costs):
         return read_trials(path, progress=partial(progress, "reading trials")), protocol
 
     def _embeddings(self, trials: TrialList, progress: StageProgress) -> tuple[Embeddings, Known]:
-        """Embeddings of the recordings, made or read, and what is known of them."""
+        """Embeddings of the recordings, computed or read, with facts about them."""
         from qmargin.evaluation.embed import Recordings
         from qmargin.evaluation.embeddings import read_embeddings
 
@@ -357,7 +357,7 @@ class VoxCeleb(_Embedded, ScoresFile, Costs):
         return found, known._replace(card=card, notes=evaluate.collapse_notes(found))
 
     def _scoring(self) -> tuple[Scoring, QualityCalibration | None]:
-        """What the training set is used for."""
+        """Uses of the training set."""
         from qmargin.evaluation.columns import read_mapping
         from qmargin.evaluation.embeddings import read_embeddings, read_seconds
         from qmargin.evaluation.protocols import speakers
@@ -383,7 +383,7 @@ class VoxCeleb(_Embedded, ScoresFile, Costs):
         return scoring, speakers.calibrate_speakers(training, drawn, scoring)
 
     def _steps(self) -> str:
-        """How scores are made, for the model card."""
+        """Description of the scoring, for the model card."""
         steps = {
             "mean subtracted": self.training is not None and not self.no_center,
             "cosine": True,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _Trials(Evaluation, Rules, Costs, Card):
-    """Trials of named samples, whose subjects and groups may be known."""
+    """Options of trials of named samples, with subjects and groups."""
 
     trials_format: str = option(
         "auto, csv, tsv, enrol-test-label (Kaldi), label-enrol-test (VoxCeleb), enrol-test",
@@ -58,7 +58,7 @@ class _Trials(Evaluation, Rules, Costs, Card):
         protocol: Path,
         embeddings: Embeddings | None = None,
     ) -> Result:
-        """Evaluate; system and protocol have names after their files."""
+        """Evaluate, with names of system and protocol from their files."""
         from qmargin.evaluation.columns import read_mapping
         from qmargin.evaluation.evaluate import default_name, evaluate_scores
 
@@ -87,7 +87,7 @@ class _Trials(Evaluation, Rules, Costs, Card):
 
 @dataclass(frozen=True, kw_only=True)
 class Scores(_Trials):
-    """Evaluate a file of scores that any tool made.
+    """Evaluate a score file of any tool.
 
     Reads scores and labels (text in the usual column orders, CSV, TSV, NPZ), measures, prints a
     table and writes result.json.
@@ -175,7 +175,7 @@ class Trials(_Trials, ScoresFile, Cohort):
 
 @dataclass(frozen=True, kw_only=True)
 class AllPairs(FolderUse, Cohort, Evaluation, Costs, Card):
-    """Compare every sample with every other, of a folder or a file of embeddings.
+    """Compare all pairs of samples of a folder or a file of embeddings.
 
     Samples are compared by the cosine of their embeddings. Operating points are exact at any number
     of samples; intervals draw identities. A folder has one sub-folder per identity, with images or
@@ -224,7 +224,7 @@ class AllPairs(FolderUse, Cohort, Evaluation, Costs, Card):
         self.finish(result)
 
     def _check(self) -> None:
-        """Refuse what cannot work before any work is done."""
+        """Refuse impossible options before any work."""
         from qmargin.evaluation.embed import check_suffix
         from qmargin.evaluation.embeddings import EMBEDDINGS_MARK
         from qmargin.training.distributed import find_device
@@ -248,7 +248,7 @@ class AllPairs(FolderUse, Cohort, Evaluation, Costs, Card):
     def _embeddings(
         self, mapping: dict[str, str] | None, progress: StageProgress
     ) -> tuple[Embeddings, Known]:
-        """Embeddings of all samples, made or read, and what is known of them."""
+        """Embeddings of all samples, computed or read, with facts about them."""
         from qmargin.evaluation.embeddings import read_embeddings, stored_flip
         from qmargin.evaluation.export import FLIPS
         from qmargin.evaluation.protocols.all_pairs import check_identities, identities_of
@@ -261,7 +261,7 @@ class AllPairs(FolderUse, Cohort, Evaluation, Costs, Card):
 
         model = load_model(self.model, device=self.device, fit=self.fit)
         names = find_files(self.source, model.card.modality)
-        check_identities(identities_of(names, mapping))  # before minutes of embedding
+        check_identities(identities_of(names, mapping))  # before embedding, which takes minutes
         path = self.embeddings_path
         found, flip = self.embed_folder(model, self.source, names, path, progress)
         bad = [file for file in found.files if file.row is None]

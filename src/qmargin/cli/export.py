@@ -1,4 +1,4 @@
-"""``qmargin export``: a run as a model directory, with thresholds and an ONNX file."""
+"""``qmargin export``: write a model directory, with thresholds and an ONNX file."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _UNIT_PIXELS = "RGB, [batch, 3, height, width], value / 255"  # of models of dra
 
 @dataclass(frozen=True, kw_only=True)
 class Export(Overwriting, KeepingPaths):
-    """Make a model directory of a run; add thresholds and an ONNX file to one.
+    """Write a model directory of a run, or add thresholds or an ONNX file to one.
 
-    A model directory (weights, recipe, card) is made of a training run, or one that exists is
-    completed. A result of its evaluation gives it thresholds for `qmargin verify`; --onnx adds an
-    ONNX file that was compared with PyTorch.
+    Writes a model directory (weights, recipe, card) of a training run, or completes an existing
+    one. --result adds the thresholds of an evaluation, for `qmargin verify`; --onnx adds an ONNX
+    file that is compared with PyTorch.
     """
 
     source: Path = argument("run, checkpoint or model directory", metavar="SOURCE")
@@ -60,7 +60,7 @@ class Export(Overwriting, KeepingPaths):
         from qmargin.report.numbers import rate_text
 
         if self.features and not self.onnx:
-            raise ConfigError("--features is about an ONNX file; add --onnx, or leave it out")
+            raise ConfigError("--features needs --onnx; add --onnx, or leave --features out")
         self._check_outputs()
         facts = [text.partition("=") for text in self.card]
         for (key, equals, _), text in zip(facts, self.card, strict=True):
@@ -86,7 +86,7 @@ class Export(Overwriting, KeepingPaths):
             _write_onnx(directory, features=True)
 
     def _check_outputs(self) -> None:
-        """Refuse what cannot be written, packages that are missing included, before any work."""
+        """Refuse impossible outputs and missing packages before any work."""
         from qmargin.evaluation.embed import MARKS, check_suffix
         from qmargin.models.directory import THRESHOLDS, is_model_directory
         from qmargin.models.onnx_file import check_packages
@@ -98,7 +98,7 @@ class Export(Overwriting, KeepingPaths):
                 raise ConfigError(f"{self.source} is a model without prototypes; give its run")
             others = (self.name, self.result, self.flip, self.onnx, self.card)
             if self.out is None and (any(others) or self.weights != "last"):
-                raise ConfigError("--out is missing: other options are about a model directory")
+                raise ConfigError("--out is missing: other options need a model directory")
         if self.onnx:
             check_packages()
         marks = {
@@ -111,7 +111,7 @@ class Export(Overwriting, KeepingPaths):
                 guard.check((self.out or self.source) / name, mark)
 
     def _directory(self) -> Path:
-        """The model directory, made of a run where the source is one."""
+        """The model directory, written from a run if the source is one."""
         from qmargin.evaluation.export import export_run, is_export_of
         from qmargin.models.directory import is_model_directory, read_card
 
@@ -123,7 +123,7 @@ class Export(Overwriting, KeepingPaths):
                 raise ConfigError(f"{source} is a model directory already; {remedy}")
             return source
         if out is None:
-            raise ConfigError(f"{source} is a run and --out is missing; name the model to make")
+            raise ConfigError(f"{source} is a run and --out is missing; name the model to write")
         if not is_export_of(out, source, weights=self.weights):
             export_run(
                 source, out, weights=self.weights, name=self.name, keep_paths=self.keep_paths
@@ -134,7 +134,7 @@ class Export(Overwriting, KeepingPaths):
 
 
 def _write_onnx(directory: Path, *, features: bool = False) -> None:
-    """Write an ONNX file, for filter banks that another program computes where asked for."""
+    """Write an ONNX file, on request also one that takes filter banks."""
     from qmargin.models.directory import ModelCard, add_facts, load_backbone
     from qmargin.models.onnx_file import TOLERANCE, write_onnx
 
@@ -147,7 +147,7 @@ def _write_onnx(directory: Path, *, features: bool = False) -> None:
     if features:
         name, kind, prefix = FEATURES_ONNX, "features", "features_"
         shape, lengths = (card.options.get("num_bins", _NUM_BINS),), _FRAMES
-    metadata = {  # what a program that reads the ONNX file alone has to know
+    metadata = {  # facts for programs that read only the ONNX file
         "name": card.name,
         "modality": card.modality,
         "inputs": _INPUTS[kind] if card.pixels == ModelCard.pixels else _UNIT_PIXELS,

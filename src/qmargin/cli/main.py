@@ -50,7 +50,7 @@ def main(
 
     Args:
         argv: Arguments without the program's name; those of the process when None.
-        parser: Makes another parser than that of ``qmargin``; called where signals are caught.
+        parser: Returns a different parser; called after signal handlers are set.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may not be in the terminal's set
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -71,22 +71,22 @@ def _main(
             arguments = build().parse_args(argv)
             arguments.run(arguments)
             sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     except KeyboardInterrupt as error:
         return _interrupted(getattr(error, "signal", signal.SIGINT), arguments)
     except Exception as error:
-        if stop.number:  # what a library made of the interruption, as in the middle of an import
+        if stop.number:  # a library may raise something else
             return _interrupted(stop.number, arguments)
         return _failed(error, arguments)
     return 0
 
 
 class _Stop:
-    """Turns the first signal into ``Interrupted``, so that everything open is closed and removed.
+    """Turn the first signal into ``Interrupted``, so that open files are closed and removed.
 
-    Signals that follow at once belong to the same request; a later one ends the process. Training
+    Signals that follow at once count as the same request; a later one ends the process. Training
     runs have a ``StopRequest``, which replaces these handlers until the run is saved. The
     exception waits until a module is imported, because C++ code of torch aborts when it meets one,
     and until a temporary folder is made or removed as a whole.
@@ -106,10 +106,10 @@ class _Stop:
         if _ALARM is not None:
             self._handlers[_ALARM] = signal.signal(_ALARM, self._raise)
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and `&` in scripts ask
+            if signal.getsignal(number) is not signal.SIG_IGN:  # set by nohup and `&` in scripts
                 self._handlers[number] = signal.signal(number, self._arrived)
         if self._is_last:
-            atexit.register(self._ignore)  # what is registered first is called last
+            atexit.register(self._ignore)  # functions registered first are called last
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if _ALARM in self._handlers:
@@ -136,14 +136,14 @@ class _Stop:
             raise Interrupted(self.number or number)
 
     def _look_at_swallowed(self, unraisable: Any) -> None:
-        """An exception inside a callback or ``__del__`` goes nowhere: raise it once more."""
+        """Raise an exception again that was lost inside a callback or ``__del__``."""
         if not isinstance(unraisable.exc_value, Interrupted):
             self._old_hook(unraisable)
         elif _ALARM is not None:
             signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
 
     def _ignore(self) -> None:
-        """All is done; only the interpreter is left to end."""
+        """The command is finished; only the interpreter has to exit."""
         for number in self._handlers:
             signal.signal(number, signal.SIG_IGN)
 
@@ -166,13 +166,13 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _interrupted(number: int, arguments: argparse.Namespace) -> int:
-    advice = "; run the same command again to go on" if "resumes" in arguments else ""
+    advice = "; run the same command again to continue" if "resumes" in arguments else ""
     _say(f"interrupted by {signal.Signals(number).name}{advice}")
     return exit_status(number)
 
 
 def _failed(error: Exception, arguments: argparse.Namespace) -> int:
-    """Say what happened and what to do, in one line; only an unexpected error has a traceback."""
+    """Print error and remedy in one line; only unexpected errors have a traceback."""
     is_runtime = isinstance(error, RuntimeError)
     if isinstance(error, QMarginError):
         text = str(error)
@@ -214,7 +214,7 @@ def _place_in_extension(error: Exception) -> str:
 
 
 def _smaller(arguments: argparse.Namespace) -> str:
-    """What to make smaller, by the options that the command has."""
+    """Advice on what to make smaller, by the options of the command."""
     if "batch_size" in arguments:
         return f"lower --batch-size, now {arguments.batch_size}, or use a machine with more memory"
     if "settings" in arguments:

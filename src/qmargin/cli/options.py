@@ -32,13 +32,13 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 class Command:
-    """Base of all commands: a dataclass of options, and what is done with them."""
+    """Base of all commands: a dataclass of options with a method ``run``."""
 
-    resumes: ClassVar[bool] = False  # run again after an interruption, it continues
+    resumes: ClassVar[bool] = False  # whether a second call after an interruption continues
     epilog: ClassVar[str] = ""  # shown below the options
 
     def run(self) -> None:
-        """Do what the command is for."""
+        """Run the command."""
         raise NotImplementedError
 
 
@@ -46,8 +46,8 @@ def option(help: str = "", **settings: Any) -> Any:
     """Declare an option; its name is that of the field.
 
     Args:
-        help: What it is; a default may be described in words, in parentheses at the end. Without
-            it, the field keeps the help and settings of the base class.
+        help: Help text; a default may be described in words, in parentheses at the end. Without it,
+            the field keeps the help and settings of the base class.
         settings: ``default`` (without one, the option is required, unless its annotation allows
             None), ``name`` where it is not that of the field, ``repeated`` where it is given once
             for each value of the tuple; ``metavar``, ``choices``, ``const`` and ``nargs`` as in
@@ -149,7 +149,7 @@ class Parser(argparse.ArgumentParser):
     """Parser of a command and, by inheritance, of everything below it.
 
     Every option shows its default. An option with several values takes them with spaces or commas
-    between them. What is misspelt gets the nearest name.
+    between them. Errors suggest the nearest name for a misspelt one.
     """
 
     add_extensions: Callable[[], None] | None = None  # adds commands of other packages below it
@@ -158,7 +158,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{**options, "formatter_class": _HelpFormatter})
 
     def load_extensions(self) -> None:
-        """Add the commands that other packages bring; only where one of them may be meant."""
+        """Add the commands of other packages, only if one of them may be requested."""
         if self.add_extensions is not None:
             add, self.add_extensions = self.add_extensions, None
             add()
@@ -172,7 +172,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse; the command that does not know an argument refuses it, and not the one above."""
+        """Parse; an unknown argument is refused by the command itself, not by its parent."""
         words = sys.argv[1:] if args is None else list(args)
         if not words or words[0] not in commands_of(self):
             self.load_extensions()
@@ -186,7 +186,7 @@ class Parser(argparse.ArgumentParser):
         return found, rest
 
     def error(self, message: str) -> NoReturn:
-        """Refuse; where a command is missing, name those that there are."""
+        """Exit with an error; if a command is missing, list the commands."""
         known = commands_of(self)
         if known and "arguments are required" in message:
             message += f"; choose from {', '.join(known)}"
@@ -279,7 +279,7 @@ def _several(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def named_path(text: str) -> Path:
-    """A path; an empty one is a shell variable that was not set, not the current folder."""
+    """A path; an empty one is an error, usually from a shell variable that is not set."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty; name one, or . for this folder")
     return Path(text)
@@ -307,28 +307,28 @@ Share: TypeAlias = Annotated[float, share]
 
 @dataclass(frozen=True, kw_only=True)
 class Overwriting(Command):
-    """Whether a command may replace files of other programs."""
+    """Option to replace files of other programs."""
 
     overwrite: bool = option("replace files that this command did not write, except its inputs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeepingPaths(Command):
-    """Whether absolute paths are kept in what is written."""
+    """Option to keep absolute paths in outputs."""
 
     keep_paths: bool = option("write absolute paths instead of file names")
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexPlace(Command):
-    """Where indexes of data go."""
+    """Option for the folder of indexes."""
 
     index_dir: Path | None = option("folder for indexes (next to the data)", metavar="DIR")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeSettings(Command):
-    """Changes of a recipe."""
+    """Option to change a recipe."""
 
     settings: tuple[str, ...] = option(
         "change the recipe, as in loss.margin=0.3", name="--set", metavar="KEY=VALUE", repeated=True
@@ -337,19 +337,19 @@ class RecipeSettings(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelUse(Command):
-    """What every command that embeds samples with a model takes."""
+    """Options of every command that embeds samples with a model."""
 
     model: Path | None = option("model directory, or a run", metavar="DIR")
     fit: Literal["auto", "exact", "resize", "align"] = option(
-        "images of another size than the model's: exact refuses them, resize scales them, align "
-        "finds the face in every image and auto in those of another size",
+        "images that do not have the model's size: exact refuses them, resize scales them, align "
+        "finds the face in every image, auto only in those of a different size",
         default="auto",
     )
     device: str = option("where to run, such as cpu or cuda", default="cpu", metavar="NAME")
 
 
 def command_line(*, url: str | None = None) -> str:
-    """The command of this process, for what it writes; ``URL`` stands for a url with secrets."""
+    """The command line of this process, for its outputs; ``URL`` replaces urls with secrets."""
     words = [word if url is None else word.replace(url, "URL") for word in sys.argv[1:]]
     return "qmargin " + shlex.join(words)
 

@@ -10,7 +10,7 @@ from qmargin.cli.options import Overwriting, argument, option
 from qmargin.errors import ConfigError
 from qmargin.files import Guard
 
-EXPERIMENTS = {  # that train what a table or figure shows, at a small scale
+EXPERIMENTS = {  # experiments for a table or figure at a small scale
     "table-sota": "demo",
     "table-face": "paper-face",
     "table-seeds": "paper-seeds",
@@ -25,7 +25,7 @@ EXPERIMENTS = {  # that train what a table or figure shows, at a small scale
 class Paper(Overwriting):
     """Render tables and figures of the paper from results.
 
-    Your results stand next to the paper's own numbers: tables as Markdown, LaTeX and CSV, figures
+    Your results are shown next to the paper's numbers: tables as Markdown, LaTeX and CSV, figures
     as SVG and PDF with a caption.
     """
 
@@ -67,7 +67,7 @@ class Paper(Overwriting):
 
 
 def _source_of(name: str) -> str:
-    """The command whose output a table or figure is made from."""
+    """The command that makes the input of a table or figure."""
     if name in EXPERIMENTS:
         return (
             f"train at a small scale with `qmargin compare {EXPERIMENTS[name]} --out DIR`, or "

@@ -1,4 +1,4 @@
-"""``qmargin recipes`` and ``qmargin list``: what has a name."""
+"""``qmargin recipes`` and ``qmargin list``: list registered names."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipes(Command):
-    """List the recipes that `qmargin train` knows by name, those to start with first.
+    """List the recipes of `qmargin train`, those to start with first.
 
-    `qmargin train NAME --print-recipe` writes one out; `qmargin list recipes` is a plain list.
+    `qmargin train NAME --print-recipe` prints a recipe; `qmargin list recipes` is a plain list.
     """
 
     def run(self) -> None:
@@ -40,7 +40,7 @@ class List(Command):
     The list includes names that your own packages register.
     """
 
-    kind: str = argument("kind of names", choices=tuple(sorted(KINDS)))
+    kind: str = argument("kind of objects", choices=tuple(sorted(KINDS)))
 
     def run(self) -> None:
         described = KINDS[self.kind].describe()

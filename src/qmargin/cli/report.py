@@ -1,4 +1,4 @@
-"""``qmargin report``: results in, a page with tables and figures out."""
+"""``qmargin report``: a page, tables and figures from results."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Report(Overwriting, KeepingPaths):
     journals: tuple[Path, ...] = option(
         "show the sparsity of the run of this journal.jsonl", name="--journal", repeated=True
     )
-    level: Share = option("level of intervals of differences", default=0.95)
-    figures: bool | None = option("draw SVG and PDF figures (where matplotlib is installed)")
+    level: Share = option("confidence level of intervals of differences", default=0.95)
+    figures: bool | None = option("draw SVG and PDF figures (default: if matplotlib is installed)")
 
     def run(self) -> None:
         from qmargin.report import ReportOptions, write_report

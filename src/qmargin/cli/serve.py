@@ -27,7 +27,7 @@ _SHOWN = 5
 
 
 def port(text: str) -> int:
-    """A number of a port; 0 for any that is free."""
+    """A port number; 0 for any free port."""
     value = int(text)
     if not 0 <= value < 1 << 16:
         raise ArgumentTypeError(f"{value} is not a port; give 0 to 65535")
@@ -36,19 +36,19 @@ def port(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(ModelUse):
-    """Open a page on which a model compares two files, and serve it to programs.
+    """Serve a model: a page that compares two files, and an HTTP interface.
 
-    The page and the HTTP interface compare two files, embed files, and search a gallery. Only this
-    machine can reach them. Nothing about the files is written or logged.
+    Page and interface compare two files, embed files, and search a gallery. Without --host, only
+    this machine can reach them. Files are neither stored nor logged.
     """
 
     model: Path = argument("model directory, or a run", metavar="MODEL")
     host: str = option(
-        "address to listen on; other than this machine's own it needs --token",
+        "address to listen on; any but this machine's own needs --token",
         default=LOOPBACK,
         metavar="ADDRESS",
     )
-    port: Annotated[int, port] = option("port, 0 for any that is free", default=8765, metavar="N")
+    port: Annotated[int, port] = option("port; 0 for any free port", default=8765, metavar="N")
     token: str | None = option(
         f"secret that clients must send, {LEAST_TOKEN} characters or more", metavar="TEXT"
     )
@@ -62,7 +62,7 @@ class Serve(ModelUse):
     max_upload: Count = option("largest request, in MiB", default=32)
     max_pixels: Count = option("largest picture, in pixels", default=50_000_000)
     max_seconds: Count = option("longest recording, in seconds", default=60)
-    open: bool = option("open the page in a browser", default=True)
+    open: bool = option("open the page in a browser (default: --open)", default=True)
 
     def run(self) -> None:
         check_packages()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SECONDS_BETWEEN_LINES = 5.0
-StageProgress: TypeAlias = Callable[[str, int, int], None]  # stage, how much is done, of how much
+StageProgress: TypeAlias = Callable[[str, int, int], None]  # stage, amount done, total
 
 
 def output_console() -> Console | None:
@@ -71,7 +71,7 @@ def print_table(
 
 @contextmanager
 def stage_progress() -> Iterator[StageProgress]:
-    """Show on standard error how far stages are: bars in a terminal, lines elsewhere."""
+    """Show the progress of stages on standard error: bars in a terminal, lines elsewhere."""
     if not sys.stderr.isatty() or find_spec("rich") is None:
         yield line_progress(sys.stderr)
         return

@@ -1,4 +1,4 @@
-"""``qmargin train``: a recipe, by name or from a file, and what to do with it."""
+"""``qmargin train``: train by a recipe, given by name or as a file."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _NO_FOLDER = "--out is missing; name the folder of this run, as in --out runs/mi
 class Train(RecipeSettings, IndexPlace):
     """Train a model by a recipe.
 
-    The recipe is a name of `qmargin recipes`, or a YAML file as --print-recipe writes it. With
-    --resume the recipe stored in DIR is used, and none need be named. For several GPUs: torchrun
-    --nproc-per-node 8 -m qmargin train RECIPE --out DIR.
+    The recipe is a name of `qmargin recipes`, or a YAML file as printed by --print-recipe. With
+    --resume, the recipe stored in DIR is used. For several GPUs: torchrun --nproc-per-node 8 -m
+    qmargin train RECIPE --out DIR.
     """
 
     epilog: ClassVar[str] = EXIT_CODES
@@ -126,6 +126,6 @@ class Train(RecipeSettings, IndexPlace):
 
 
 def _say_once(text: str) -> None:
-    """Write a line on the first rank: the others would say the same."""
+    """Write a line on the first rank only."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"{text}\n")

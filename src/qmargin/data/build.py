@@ -62,7 +62,7 @@ def _width(name: str) -> int:
 
 
 class IndexWriter(ExitStack):
-    """Takes samples one by one; ``finish`` makes the index, in memory where there is no path."""
+    """Collect samples one by one; ``finish`` makes the index, in memory without a path."""
 
     def __init__(self, path: Path | None) -> None:
         super().__init__()
@@ -256,13 +256,13 @@ def list_samples(scan: Scan, reader: Reader) -> SampleIndex:
                 first = seen.setdefault(sample.name, where)
                 if first is not where:
                     found = f"{where}: {sample.name!r} was given before, in {first}"
-                    raise DataError(f"{found}; give every recording a name of its own")
+                    raise DataError(f"{found}; give every recording a unique name")
             writer.add(sample, _values(sample))
         return writer.finish(scan, reader)
 
 
 def build_index(scan: Scan, reader: Reader, place: Path, *, num_threads: int = 2) -> None:
-    """Read every sample once and write the index, which appears when it is whole."""
+    """Read every sample once and write the index atomically."""
     started = started_after(reader.watched(scan), place.parent)
     scan.hasher = reader.hasher(scan, None, started)
     if scan.kind is RECORDINGS:
@@ -281,7 +281,7 @@ def build_index(scan: Scan, reader: Reader, place: Path, *, num_threads: int = 2
 
 
 def _values(sample: Sample) -> _Values:
-    """Columns that a sample has by itself."""
+    """Columns that do not depend on the content of a sample."""
     return {name: sample[at] for name, at in _PLACES if sample[at] is not None}
 
 
@@ -292,7 +292,7 @@ def _where(sample: Sample, scan: Scan) -> str:
 
 
 def _content(sample: Sample, scan: Scan, folder: Path, files: OpenFiles) -> bytes:
-    """Bytes of a sample; none of one that is too large, which is corrupt when it is read."""
+    """Bytes of a sample; empty if it is too large, so that it is corrupt when read."""
     path, most = scan.path, scan.kind.max_bytes
     if sample.path is not None or sample.offset is None:
         path = folder / (sample.path or sample.name or "")
@@ -309,7 +309,7 @@ def _content(sample: Sample, scan: Scan, folder: Path, files: OpenFiles) -> byte
 
 
 def measure_recording(content: bytes) -> _Values:
-    """Columns of an encoded recording: what its header says, and how loud it is."""
+    """Columns of an encoded recording: facts of its header, and its loudness."""
     info = read_info(content)
     samples = np.abs(decode_audio(content, sample_rate=info.sample_rate))
     return {
@@ -329,7 +329,7 @@ _NOT_MEASURED: Final = {
 
 
 def measure(recordings: AudioDataset, row: int) -> _Values:
-    """Everything that an index says of a recording; of a corrupt one, the error."""
+    """All columns of a recording; for a corrupt one, the error."""
     values: _Values = {**_NOT_MEASURED, "error": ""}
     try:
         content = recordings.read(row)
@@ -406,7 +406,7 @@ def _append(file: IO[bytes], values: _Values) -> None:
 
 
 def _read_part(part: Path, header: _Values) -> Iterator[_Values]:
-    """Lines of an unfinished build; what a kill left of the last one is cut off."""
+    """Lines of an unfinished build, without an incomplete last line."""
     with part.open("rb+") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
         file.seek(0)
@@ -416,7 +416,7 @@ def _read_part(part: Path, header: _Values) -> Iterator[_Values]:
             except (ValueError, RecursionError):
                 values = None
             if row == 0 and values != header:
-                raise DataError(f"{part} is of other recordings; delete it and index again")
+                raise DataError(f"{part} is of different recordings; delete it and index again")
             if row > header["count"] or (row and not _is_measured(values)):
                 raise DataError(f"{part}, line {row + 1} is damaged; delete it and index again")
             if row:

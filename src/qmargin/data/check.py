@@ -29,7 +29,7 @@ _Dataset = ImageDataset | AudioDataset
 
 @dataclass
 class Findings:
-    """Samples or identities with something in common."""
+    """Samples or identities with the same finding."""
 
     count: int = 0
     examples: list[tuple[str, str]] = field(default_factory=list)  # the first: name and remark
@@ -43,14 +43,14 @@ class Findings:
 
 @dataclass
 class DataReport:
-    """What a dataset holds."""
+    """Report of a check."""
 
     kind: str  # "images" or "recordings"
     num_samples: int
     num_classes: int
     num_empty: int = 0  # identities without a sample
     corrupt: Findings = field(default_factory=Findings)  # cannot be read or decoded
-    changed: Findings = field(default_factory=Findings)  # other bytes or labels than indexed
+    changed: Findings = field(default_factory=Findings)  # changed since indexing
     conflicts: Findings = field(default_factory=Findings)  # duplicates under two identities
     duplicates: Findings = field(default_factory=Findings)  # bytes of an earlier sample
     single: Findings = field(default_factory=Findings)  # identities with one sample
@@ -67,7 +67,7 @@ class DataReport:
         return not (self.corrupt.count or self.changed.count or self.conflicts.count)
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """What was looked for, how often it was found, and examples; the worst first."""
+        """Findings with their counts and examples, the worst first."""
         formats = [f"{name}: {count:,}" for name, count in self.formats.most_common()]
         rows = [
             ("samples", f"{self.num_samples:,}", _first(formats)),
@@ -97,7 +97,7 @@ def _first(texts: list[str]) -> str:
 
 @dataclass
 class _Outcome:
-    """What was seen of one sample."""
+    """Findings for one sample."""
 
     length: int = 0
     checksum: int = 0

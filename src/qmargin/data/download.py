@@ -1,4 +1,4 @@
-"""Files from the network: resumed where they stopped, whole and checked, or not there at all."""
+"""Downloads: resumable, checked, and complete or absent."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ TIMEOUT_S = 30.0  # without a byte
 ANSWER_S = 60.0  # until the headers are there, redirects included
 WINDOW_S = 60.0  # over which the speed is measured
 LEAST_SPEED = 2_000  # bytes per second
-GRACE_S = 60.0  # of the whole download, besides the time at the least speed
+GRACE_S = 60.0  # of the whole download, in addition to the time at the least speed
 CHUNK_BYTES = 1 << 16
 PART = ".part"
 _NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError)
 
 
 class Remote(NamedTuple):
-    """A file that is known before it is fetched."""
+    """A file with known size and hash."""
 
     name: str
     size: int
@@ -44,7 +44,7 @@ class Remote(NamedTuple):
 
 
 def check_base(base: str) -> str:
-    """An address that files are below, without its last slash; ``file:`` and others are refused."""
+    """Base address of files, without a trailing slash; ``file:`` and others are refused."""
     try:
         parts = urlsplit(base)
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -56,7 +56,7 @@ def check_base(base: str) -> str:
 
 
 def shown(url: str) -> str:
-    """An address for messages and notes: without a password, and without what follows a ``?``.
+    """An address for messages and notes, without a password and without its query.
 
     Examples:
         >>> shown("https://ada:secret@example.org/python?token=1")
@@ -66,9 +66,9 @@ def shown(url: str) -> str:
 
 
 def fetch(remote: Remote, base: str, folder: Path, *, progress: Progress | None = None) -> Path:
-    """A file in ``folder`` with exactly the bytes that were expected.
+    """Download a file to ``folder`` and check its size and hash.
 
-    What has come is kept in a file with the suffix ``.part``, and the next call continues after it.
+    A partial download is kept in a file with the suffix ``.part``, and the next call resumes it.
     """
     path = folder / remote.name
     if path.exists() and describe_file(path) == (remote.size, remote.sha256):
@@ -110,23 +110,23 @@ def _receive(remote: Remote, url: str, part: Path, progress: Progress | None) ->
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
-            part.unlink()  # of a longer file: it would fail for ever
+            part.unlink()  # of a longer file: resuming would always fail
         reason = f"{error.code} {_printable(error.reason)}"
         raise DataError(
             f"{url} answers {reason}; check the address, or give another one"
         ) from error
     except _NETWORK_ERRORS as error:
         reason = _printable(getattr(error, "reason", None) or error)
-        remedy = "check the network and run the same command again to go on"
+        remedy = "check the network and run the same command again to continue"
         raise DataError(f"{url} cannot be read ({reason}); {remedy}") from error
     size = part.stat().st_size
     if size < remote.size:
         stopped = f"{url} stopped after {size:,} of {remote.size:,} bytes"
-        raise DataError(f"{stopped}; run the same command again to go on")
+        raise DataError(f"{stopped}; run the same command again to continue")
 
 
 def _request(url: str) -> urllib.request.Request:
-    """A request whose password goes to the first server alone, in a header and not in the URL."""
+    """A request that sends the password to the first server only, in a header."""
     parts = urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
     request = urllib.request.Request(
@@ -139,7 +139,7 @@ def _request(url: str) -> urllib.request.Request:
 
 
 class _WebOnly(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to ``http`` and ``https``, and to nothing else."""
+    """Follow redirects to ``http`` and ``https`` only."""
 
     def http_error_302(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any
@@ -156,7 +156,7 @@ class _WebOnly(urllib.request.HTTPRedirectHandler):
 
 
 def _answer(request: urllib.request.Request) -> http.client.HTTPResponse:
-    """The answer once its headers are there; names, TLS and headers may not take for ever."""
+    """The response after its headers; a timeout covers name lookup, TLS and headers."""
     opener = urllib.request.build_opener(_WebOnly)
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     is_late = threading.Event()
@@ -164,7 +164,7 @@ def _answer(request: urllib.request.Request) -> http.client.HTTPResponse:
     def ask() -> None:
         try:
             found: Any = opener.open(request, timeout=TIMEOUT_S)
-        except Exception as error:  # raised again where it is waited for
+        except Exception as error:  # raised again in the waiting thread
             found = error
         answers.put(found)
         if is_late.is_set() and hasattr(found, "close"):
@@ -183,7 +183,7 @@ def _answer(request: urllib.request.Request) -> http.client.HTTPResponse:
 
 
 def _printable(text: object) -> str:
-    """What a server says, in one line and without what could steer a terminal."""
+    """Message of a server in one line, without terminal escapes."""
     line = " ".join(str(text).split())[:200]
     return "".join(sign if sign.isprintable() else "?" for sign in line)
 
@@ -195,7 +195,7 @@ def _copy(
     url: str,
     progress: Progress | None,
 ) -> None:
-    """All bytes to the file, and not one more than it should have."""
+    """Write all bytes to the file, up to its expected size."""
     size = file.tell()
     start = since = time.monotonic()
     deadline, counted = start + GRACE_S + (remote.size - size) / LEAST_SPEED, 0
@@ -204,8 +204,8 @@ def _copy(
         counted += len(chunk)
         if size > remote.size:
             file.truncate(0)
-            found = f"{url} is longer than the {remote.size:,} bytes that were expected"
-            raise DataError(f"{found}; it is another file, give another address")
+            found = f"{url} is longer than the expected {remote.size:,} bytes"
+            raise DataError(f"{found}; it is a different file, give another address")
         file.write(chunk)
         if progress is not None:
             progress(size, remote.size)
@@ -257,8 +257,8 @@ def get_omniglot(
 ) -> Path:
     """The folder ``out`` with ``train`` and ``test``, each with one folder per character.
 
-    Characters of the two parts are of different alphabets, as their authors divided them. What has
-    been downloaded is kept until the folder is complete, so that a call can be repeated.
+    Characters of the two parts are of different alphabets, as divided by the authors. Downloads are
+    kept until the folder is complete, so that a call can be repeated.
     """
     check_base(base)
     if (out / NOTES).exists():
@@ -320,23 +320,23 @@ def _drawings(path: Path) -> Iterator[tuple[str, str, str, bytes]]:
                 if found is None:
                     continue
                 with archive.open(member) as file:
-                    content = file.read(MOST_BYTES + 1)  # however many its header promises
+                    content = file.read(MOST_BYTES + 1)  # whatever its header says
                 if len(content) > MOST_BYTES or not content.startswith(b"\x89PNG\r\n\x1a\n"):
                     raise DataError(f"{path}: {member.filename!r} is not a small PNG image")
                 yield found[1], found[2], found[3], content
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
-        raise DataError(f"{path} is not a sound ZIP archive ({error})") from error
+        raise DataError(f"{path} is not a valid ZIP archive ({error})") from error
 
 
 def _check_member(path: Path, member: zipfile.ZipInfo) -> None:
-    """Refuse an archive that tries anything: one bad member is reason enough."""
+    """Refuse an archive with any unsafe member."""
     name = member.filename
     parts = name.replace("\\", "/").split("/")
     reason = None
     if name.startswith(("/", "\\")) or ":" in name or ".." in parts:
         reason = "leads outside the archive"
     elif "\\" in name or not name.isprintable():
-        reason = "has signs that a path must not have"
+        reason = "has characters that a path must not have"
     elif stat.S_ISLNK(member.external_attr >> 16):
         reason = "is a link"
     elif member.flag_bits & 0x1:

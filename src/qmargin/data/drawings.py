@@ -20,7 +20,7 @@ from qmargin.data.order import check_count, derived_seed
 from qmargin.data.strokes import as_inputs
 from qmargin.errors import ConfigError, DataError, ShapeError
 
-# How far a warp of 1 goes, in deviations of a bell curve.
+# Standard deviations of a warp of 1.
 TURN = 0.1  # radians
 STRETCH = 0.1  # of the logarithm of width and height
 SLANT = 0.1  # sideways per upwards
@@ -30,15 +30,15 @@ BLUR = 3  # pixels, each way, of outlines that are compared
 
 @dataclass(frozen=True, eq=False)
 class Drawings:
-    """Pictures with labels and names; what ``StrokeIdentities`` draws, others bring."""
+    """Given pictures with labels and names, as a dataset like ``StrokeIdentities``."""
 
     pictures: NDArray[np.uint8] = field(repr=False)  # [n, size, size]
     labels: NDArray[np.int64] = field(repr=False)  # [n], from 0 without gaps
     names: tuple[str, ...] = field(repr=False)
-    origin: str  # where they are from
+    origin: str  # source of the pictures
     shift: int = 0  # pixels by which a reading may move a sample
     variants: NDArray[np.uint8] | None = field(default=None, repr=False)
-    """``[n, v, size, size]``, such as ``variants_of`` draws; a reading takes one, by its seed."""
+    """``[n, v, size, size]``, such as those of ``variants_of``; the seed of a read selects one."""
 
     def __post_init__(self) -> None:
         shape = self.pictures.shape
@@ -60,7 +60,7 @@ class Drawings:
     def __len__(self) -> int:
         return len(self.pictures)
 
-    @cached_property  # looked at with every sample
+    @cached_property  # used for every sample
     def num_classes(self) -> int:
         """Number of identities."""
         return int(self.labels.max(initial=-1)) + 1
@@ -75,7 +75,7 @@ class Drawings:
     def read_many(
         self, indices: NDArray[np.integer], seeds: Sequence[int]
     ) -> tuple[NDArray[np.float32], NDArray[np.integer]]:
-        """What ``read`` gives for each of some samples, ``[n, 1, size, size]`` and ``[n]``."""
+        """Results of ``read`` for several samples, ``[n, 1, size, size]`` and ``[n]``."""
         if self.variants is None:
             pictures: NDArray[np.uint8] = self.pictures[indices]
         else:  # by the upper half of the seed: the shift takes the lower
@@ -84,7 +84,7 @@ class Drawings:
         return as_inputs(pictures, self.shift, seeds), self.labels[indices]
 
     def images(self, indices: NDArray[np.integer]) -> NDArray[np.uint8]:
-        """Samples as they are, ``[n, size, size]``."""
+        """Samples without augmentation, ``[n, size, size]``."""
         chosen: NDArray[np.uint8] = self.pictures[indices]
         return chosen
 
@@ -92,10 +92,10 @@ class Drawings:
         """Up to eight times the identities: each once more for every quarter turn of its pictures.
 
         Args:
-            has_mirrors: And of their mirror images.
+            has_mirrors: Whether to add mirror images as well.
             alike: Leave out a copy whose mean picture correlates more than this with that of an
-                earlier copy: a circle is the same from all sides, and four identities of it could
-                not be told apart. None to keep all.
+                earlier copy: a circle looks the same from all sides, so its four copies could not
+                be distinguished. None to keep all.
         """
         copies = _turned(self.pictures, has_mirrors)
         is_kept = np.ones((len(copies), self.num_classes), dtype=np.bool_)
@@ -117,12 +117,12 @@ class Drawings:
         )
 
     def distinct(self, share: float) -> list[int]:
-        """Labels without those whose pictures cannot be told from another's, by pixels alone.
+        """Labels without those whose pictures cannot be distinguished by their pixels.
 
-        The pictures of each identity are dealt into two halves. Two identities are alike if their
-        halves correlate, in the mean over both ways, at least as much as the two halves of an
-        identity do that has this share of the identities below it. Of those that are alike the one
-        with the most others is left out first, until none are.
+        The pictures of each identity are split into two halves. Two identities look alike if the
+        mean correlation of their halves reaches a quantile: the given share of identities have a
+        lower correlation between their own halves. The identity with the most look-alikes is left
+        out first, until none are left.
         """
         counts = np.bincount(self.labels)
         if not 0.0 < share < 1.0:
@@ -176,7 +176,7 @@ class Drawings:
 
 
 def _turned(pictures: NDArray[Any], has_mirrors: bool) -> dict[str, NDArray[Any]]:
-    """Pictures ``[n, size, size]`` in four or eight ways, the first as they are."""
+    """Pictures ``[n, size, size]`` in four or eight orientations, the first unchanged."""
     sides = {"": pictures, "mirrored-": pictures[:, :, ::-1]} if has_mirrors else {"": pictures}
     return {
         f"{side}turned-{turn}": np.rot90(seen, turn, (1, 2))
@@ -186,7 +186,7 @@ def _turned(pictures: NDArray[Any], has_mirrors: bool) -> dict[str, NDArray[Any]
 
 
 def warped(picture: NDArray[np.uint8], amount: float, seed: int) -> NDArray[np.uint8]:
-    """A picture turned, stretched, slanted and moved by chance; blank paper comes in."""
+    """A picture randomly rotated, stretched, sheared and moved, padded with blank paper."""
     draw = random.Random(seed)
     turn, wide, tall, slant, across, down = (amount * draw.gauss(0.0, 1.0) for _ in range(6))
     middle = (len(picture) - 1) / 2

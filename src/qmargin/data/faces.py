@@ -1,4 +1,4 @@
-"""Faces as a training loop reads them: flipped and, on request, made worse."""
+"""Faces for training: flipped and, on request, degraded."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _GREY = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 
 @dataclass(frozen=True)
 class FaceAugmentation:
-    """What is done to a face when it is read, drawn from the sample's seed alone."""
+    """Augmentation of a face when it is read, drawn from the sample's seed only."""
 
     flip: float = 0.5  # probability of a mirror image
-    photometric: float = 0.0  # probability of another brightness, contrast and saturation
+    photometric: float = 0.0  # probability of changed brightness, contrast and saturation
     strength: float = 0.5  # largest relative change of each of the three
     low_resolution: float = 0.0  # probability of scaling down and up again
     smallest: float = 0.2  # least share of the size that scaling down leaves
@@ -59,7 +59,7 @@ class FaceAugmentation:
 
 
 def _uniform(seed: int, number: int) -> float:
-    """One number in [0, 1) of a seed: the finaliser of splitmix64, as no generator is as quick."""
+    """One number in [0, 1) of a seed: the finaliser of splitmix64, faster than a generator."""
     mixed = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _LOW
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _LOW
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _LOW
@@ -67,7 +67,7 @@ def _uniform(seed: int, number: int) -> float:
 
 
 def _cropped(pixels: Pixels, draw: random.Random) -> Pixels:
-    """Black but for a rectangle of a fifth of the picture or more, at its place."""
+    """Black except for a rectangle of at least a fifth of the picture."""
     height, width = pixels.shape[:2]
     share = draw.uniform(0.2, 1.0)
     rows = min(height, max(1, round(height * (share**0.5) * draw.uniform(0.9, 1.1))))
@@ -118,7 +118,7 @@ class FaceImages:
     """
 
     images: ImageDataset
-    size: int = 112  # of a side; other pictures are scaled, long ones cut to the middle
+    size: int = 112  # of a side; other pictures are scaled and centre-cropped
     augmentation: FaceAugmentation = field(default_factory=FaceAugmentation)
 
     def __post_init__(self) -> None:
@@ -157,7 +157,7 @@ class FaceImages:
 
 
 def normalised(pictures: Tensor) -> Tensor:
-    """Bytes as networks take them: float32, 0 to 255 as -1 to 1.
+    """Convert bytes to inputs of networks: float32, from -1 to 1.
 
     Examples:
         >>> normalised(torch.tensor([0, 255, 51], dtype=torch.uint8)).tolist()

@@ -1,4 +1,4 @@
-"""Pictures from bytes: RGB always, and no pixel is decoded before the header's size is checked."""
+"""Pictures from bytes: always RGB, and decoded only after a check of the size in the header."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def decode_image(
 ) -> Pixels:
     """The picture in a JPEG, PNG, WebP, BMP or PPM file, ``[H, W, 3]`` RGB, or ``CorruptSample``.
 
-    The decoder ``"simplejpeg"`` is faster where it is installed and gives the same bits; what it
-    cannot read is left to Pillow, so that both agree on what is corrupt.
+    The decoder ``"simplejpeg"`` is faster and gives the same bits; Pillow decodes what it cannot
+    read, so that both agree on which samples are corrupt.
 
     Examples:
         >>> data = encode_image(np.full((2, 3, 3), 200, dtype=np.uint8), format="PNG")
@@ -82,7 +82,7 @@ def _with_pillow(
     except CorruptSample:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        limit = Image.MAX_IMAGE_PIXELS or 0  # Pillow looks at the header before we do
+        limit = Image.MAX_IMAGE_PIXELS or 0  # Pillow checks the header first
         said = f"the header says over {limit:,} pixels"
         raise CorruptSample(f"{said}; at most {min(max_pixels, limit):,} are decoded") from error
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and many others
@@ -122,7 +122,7 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
 
 
 def _reason(data: bytes, error: Exception) -> str:
-    """What is wrong with bytes that no decoder took, in words."""
+    """Reason why no decoder accepts the bytes, in words."""
     if not data:
         return "zero bytes"
     if data[:256].lstrip().startswith(b"<"):

@@ -1,8 +1,9 @@
-"""The index of a dataset, and the fingerprint of data by which it is trusted again.
+"""The index of a dataset, and the fingerprint of its data.
 
-An index says where every sample is, its label, a checksum, and what was measured. The file has the
-layout of safetensors: a JSON header, then plain columns. They are mapped into memory, so that 42
-million samples open at once and are shared by all workers.
+An index has the place, label, checksum and measurements of every sample. It is reused as long as
+the fingerprint of the data matches. The file has the layout of safetensors: a JSON header, then
+plain columns. They are mapped into memory, so that 42 million samples open at once and are shared
+by all workers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Fingerprint:
 
     what: str  # is counted, for messages
     count: int
-    size: int  # bytes of all of them; 0 where sizes say nothing
+    size: int  # bytes of all of them; 0 if sizes are meaningless
     digest: str  # of names, sizes, times, inodes and some or all of the bytes
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ class Fingerprint:
 
 
 class Hasher:
-    """Collects a fingerprint.
+    """Collect a fingerprint.
 
     ``started`` is when the build of an index began, by the clock of the file system. ``is_racy`` is
     set if something is as new as that: a later change may not show.
@@ -89,7 +90,7 @@ class Hasher:
                 self._digest.update(file.read(_SAMPLED))
 
     def add_text(self, text: str) -> None:
-        """Add a text that is not the same when the data has changed."""
+        """Add a text that changes with the data."""
         self._digest.update(text.encode("utf-8", "surrogateescape") + b"\0")
         self._count += 1
 
@@ -106,7 +107,7 @@ class Hasher:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Raise ``DataError`` for a file that is not there, or has no possible name."""
+    """Raise ``DataError`` for a missing file or an impossible name."""
     try:
         yield
     except DataError:
@@ -128,7 +129,7 @@ def hash_files(paths: Sequence[Path], started: int | None = None) -> Hasher:
 
 
 def hash_lists(paths: Sequence[Path]) -> Hasher:
-    """All bytes of lists and nothing else: lists may be copied, and samples have checksums."""
+    """Hash all bytes of lists only: lists may be copied, and samples have checksums."""
     hasher = Hasher("lists")
     with _readable():
         for path in paths:
@@ -165,7 +166,7 @@ MAX_HEADER_BYTES: Final = 1 << 20
 MAX_LABEL: Final = 2**31 - 2
 BLOCK_BYTES: Final = 1 << 22
 DTYPES: Final = {"F64": "<f8", "I64": "<i8", "I32": "<i4", "U32": "<u4", "U8": "u1"}
-COLUMNS: Final = {  # one value per sample; a column that says nothing is left out
+COLUMNS: Final = {  # one value per sample; constant columns without information are left out
     "label": "I32",
     "file": "U32",  # which of the paths holds it; else its name is the path, or the data one file
     "offset": "I64",  # of its bytes; the whole file where left out
@@ -234,8 +235,8 @@ class SampleIndex:
     root: Path  # the data: what paths are relative to, or the file itself
     num_classes: int
     fingerprint: Fingerprint | None  # of the data when it was read; None in memory
-    is_racy: bool  # the data changed while it was read: the index is not trusted again
-    notes: tuple[str, ...]  # what was left out on the way, for people
+    is_racy: bool  # the data changed while it was read: the index is not reused
+    notes: tuple[str, ...]  # what was left out, as text
     options: Mapping[str, str]  # of the reader, such as split
     columns: dict[str, NDArray[Any]] = field(repr=False)  # see COLUMNS
     checksums: dict[str, int] = field(repr=False)  # CRC-32 of the columns
@@ -298,16 +299,16 @@ class OutdatedIndex(DataError):
 def read_index(
     path: str | Path, root: str | Path | None = None, *, check: bool = True
 ) -> SampleIndex:
-    """Map an index into memory, or raise ``DataError`` if it is not a whole one.
+    """Map an index into memory, or raise ``DataError`` if it is incomplete.
 
-    ``root`` is the data, where it is not where it was when the index was built. Without ``check``,
-    columns are not compared with their checksums: workers map what was checked before.
+    ``root`` is the data, if moved since the index was built. Without ``check``, columns are not
+    compared with their checksums: workers map an index that was checked before.
     """
     path = Path(path)
     header, first = _header(path)
     about = header.pop("__metadata__", {})
     if not isinstance(about, dict) or "qmargin_index" not in about:
-        raise _damaged(path, "its header is of something else")
+        raise _damaged(path, "its header is of a different format")
     if about["qmargin_index"] != VERSION:
         raise OutdatedIndex(f"{path} is not of version {VERSION}; run qmargin data index again")
     if about.get("crc32") != header_checksum(about):
@@ -341,13 +342,13 @@ def indexed_seconds(path: str | Path) -> dict[str, float]:
     index = read_index(path)
     names, errors = index.texts("name"), index.texts("error")
     if index.kind != "recordings" or names is None or errors is None:
-        raise DataError(f"{path} is an index of {index.kind}; index recordings in its place")
+        raise DataError(f"{path} is an index of {index.kind}; index recordings instead")
     rows = zip(names, index.seconds().tolist(), errors, strict=True)
     return {name: seconds for name, seconds, error in rows if not error}
 
 
 def header_checksum(about: dict[str, Any]) -> str:
-    """Checksum of what a header says besides its columns, which have their own."""
+    """Checksum of a header without its columns, which have their own."""
     texts = [str(about.get(name)) for name in ("qmargin_index", "format", "root", "details")]
     return f"{zlib.crc32(json.dumps(texts).encode()):08x}"
 
@@ -388,7 +389,7 @@ def _map_columns(path: Path, header: dict[str, Any], first: int) -> dict[str, ND
 
 
 def _check_lengths(path: Path, index: SampleIndex) -> None:
-    """Columns that belong together have the same length, and texts stay inside their bytes."""
+    """Check that columns have the same length, and texts lie inside their bytes."""
     count = len(index.columns.get("label", ()))
     if count == 0 or index.kind not in ("images", "recordings"):
         raise _damaged(path, f"{count} samples of {index.kind!r}")
@@ -421,12 +422,12 @@ def _check_columns(path: Path, index: SampleIndex, header: dict[str, Any], first
 
 
 def _damaged(path: Path, reason: str) -> DataError:
-    found = f"{path} is not a whole index ({reason})"
+    found = f"{path} is not a complete index ({reason})"
     return DataError(f"{found}; build it again with qmargin data index")
 
 
 def parse_label(text: str | float, where: str) -> int:
-    r"""A label as an integer in ``[0, 2**31 - 2]``, or ``DataError`` that says where it stands.
+    r"""A label as an integer in ``[0, 2**31 - 2]``, or a ``DataError`` that names its place.
 
     Examples:
         >>> parse_label(" 7\n", "list.csv, line 2"), parse_label(7.0, "record 1")

@@ -1,7 +1,7 @@
-"""Batches of one rank, read by any number of workers, from any step on.
+"""Batches of one rank from any step on, read by any number of workers.
 
-A worker is told a step number and nothing else: which samples the step holds, and how they are
-augmented, follows from the order. Workers therefore cannot change what is read.
+A worker gets only a step number: the order determines the samples of the step and their
+augmentation. The number of workers therefore does not change what is read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ALIGNMENT = 64  # bytes: a multiple of the size of any element
 
 
 class Layout(NamedTuple):
-    """How a batch of inputs lies in a buffer."""
+    """Layout of a batch of inputs in a buffer."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, num_rows: int, given: NDArray[Any]) -> Layout:
-        """Rows one after the other, each laid out as one input is."""
+        """Layout of consecutive rows, each with the layout of one input."""
         like = torch.from_numpy(np.empty_like(given))
         return cls(like.dtype, (num_rows, *like.shape), (like.numel(), *like.stride()))
 
@@ -80,10 +80,10 @@ class WorkerBuffers:
         self._buffers: dict[int, Tensor] = {}
 
     def reserve(self, layout: Layout) -> tuple[Tensor, SharedInputs | None]:
-        """A free buffer for inputs, and how to send it.
+        """A free buffer for inputs, and its form for sending.
 
-        Where the main process keeps more batches than there are buffers, the memory is used only
-        once and is sent as a tensor.
+        If the main process keeps more batches than there are buffers, new memory is used once and
+        sent as a tensor.
         """
         for buffer, in_use in enumerate(self._in_use[self._worker].tolist()):
             if not in_use:
@@ -113,7 +113,7 @@ class BufferPool:
         _POOLS[self.number] = self
 
     def tensor(self, inputs: SharedInputs, *, is_pinned: bool = False) -> Tensor:
-        """The inputs, where they are or, if pinned, copied to page-locked memory."""
+        """The inputs, in place or, if pinned, copied to page-locked memory."""
         place = (inputs.worker, inputs.buffer)
         if inputs.memory is not None:
             self._buffers[place] = inputs.memory
@@ -121,7 +121,7 @@ class BufferPool:
             pinned = inputs.layout.on(self._buffers[place]).pin_memory()
             self._free(place)
             return pinned
-        # PyTorch keeps the array for as long as any tensor is on its memory, and no longer.
+        # PyTorch keeps the array exactly as long as a tensor uses its memory.
         array = self._buffers[place].numpy()
         weakref.finalize(array, self._free, place).atexit = False
         return inputs.layout.on(torch.from_numpy(array))
@@ -146,7 +146,7 @@ class Batch:
     replaced: tuple[Replacement, ...] = ()
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on a device; from page-locked memory the copy does not wait."""
+        """The same batch on a device; the copy from page-locked memory is asynchronous."""
         return replace(
             self,
             inputs=self.inputs.to(device, non_blocking=True),
@@ -155,7 +155,7 @@ class Batch:
 
 
 class WorkerTraceback(Exception):
-    """The traceback of an exception in another process; printed before what it caused."""
+    """Traceback of an exception in another process; it is printed before its consequence."""
 
     def __str__(self) -> str:
         return "\n" + str(self.args[0])
@@ -163,7 +163,7 @@ class WorkerTraceback(Exception):
 
 @dataclass(frozen=True)
 class _Failure:
-    """What stopped the reading of a batch, in a form that any process can send."""
+    """Error while reading a batch, in a form that can be sent between processes."""
 
     summary: str
     trace: str
@@ -171,7 +171,7 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A batch in a form that is cheap to send: labels are numbers, inputs name their memory."""
+    """A batch in a form that is cheap to send: labels as numbers, inputs by buffer number."""
 
     inputs: Tensor | SharedInputs
     labels: list[int]
@@ -196,7 +196,7 @@ class _Sent:
 
 
 class _Rows:
-    """A batch while it is read: each input goes to its row at once, so that none is kept twice."""
+    """A batch while it is read: each input is copied to its row at once."""
 
     def __init__(self, dataset: Dataset, num_rows: int, buffers: WorkerBuffers | None) -> None:
         self._dataset, self._num_rows, self._buffers = dataset, num_rows, buffers
@@ -253,7 +253,7 @@ class _Rows:
 
 
 class _BatchReader:
-    """Reads whole batches by their step; errors become results, so that none is lost on the way."""
+    """Read whole batches by their step; errors are returned as results, so that none is lost."""
 
     def __init__(self, dataset: Dataset, order: GlobalOrder, *, rank: int, world: int) -> None:
         self._dataset, self._order = dataset, order
@@ -287,8 +287,8 @@ class _BatchReader:
 class BatchStream(Iterator[Batch]):
     """Batches in the order of their steps; close it, or use it in a ``with`` block.
 
-    An error while reading is raised at the step it belongs to, with the traceback of the process
-    that met it printed first.
+    An error while reading is raised at its step, after the traceback of the process in which it
+    occurred.
     """
 
     def __init__(
@@ -303,8 +303,8 @@ class BatchStream(Iterator[Batch]):
             raise StopIteration
         try:
             sent = next(self._batches)
-        except RuntimeError as error:  # a worker was killed, or is later than timeout_s
-            remedy = "look for a lack of memory, or set num_workers=0"
+        except RuntimeError as error:  # a worker was killed, or exceeded timeout_s
+            remedy = "check for a lack of memory, or set num_workers=0"
             raise DataError(f"the workers that read data stopped: {error}; {remedy}") from error
         if isinstance(sent, _Failure):
             raise DataError(f"cannot read {sent.summary}") from WorkerTraceback(sent.trace)
@@ -339,10 +339,10 @@ def build_loader(
 ) -> BatchStream:
     """Batches of one rank from a step on, to ``stop_step`` or without an end.
 
-    What is read depends on the dataset, the order and the step; not on ``num_workers``, on where
-    the stream was started, or, once the ranks' parts are joined, on ``world``. Workers get a copy
-    of the dataset and read ``prefetch`` batches ahead; one that needs longer than ``timeout_s``
-    raises. Without a budget, any number of corrupt samples is replaced.
+    Samples depend on the dataset, the order and the step; not on ``num_workers``, on the first step
+    of the stream, or, over all ranks together, on ``world``. Workers get a copy of the dataset and
+    read ``prefetch`` batches ahead; one that needs longer than ``timeout_s`` raises. Without a
+    budget, any number of corrupt samples is replaced.
     """
     if order.n != len(dataset):
         found = f"the order is of {order.n} samples and the dataset has {len(dataset)}"
@@ -364,7 +364,7 @@ def build_loader(
         collate_fn=_unchanged,
         worker_init_fn=_WorkerStart(pool.in_use, pool.number),
         pin_memory=pin_memory,
-        generator=torch.Generator(),  # leaves the state of the global one alone
+        generator=torch.Generator(),  # does not change the state of the global one
         **options,
     )
     return BatchStream(iter(loader), pool, budget or CorruptBudget(None))
@@ -376,7 +376,7 @@ def _unchanged(batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class _WorkerStart:
-    """Give a worker its buffers, and let it read on while its rank saves and stops.
+    """Give a worker its buffers, and let it continue while its rank saves and stops.
 
     Ctrl-C and job managers signal the whole process group. The rank finishes its step and ends its
     workers itself, by a second SIGTERM, which a worker obeys.

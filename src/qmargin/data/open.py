@@ -1,4 +1,4 @@
-"""``open_dataset``: images or recordings in any format that a reader knows, by their path."""
+"""``open_dataset``: images or recordings in any format with a reader, by their path."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def open_dataset(
 
     A path is a ``.rec`` file or a folder with one, a ``.tar`` file, a folder or a list of them, a
     ``.csv`` or ``.tsv`` manifest, a folder with one folder per identity, Kaldi's ``wav.scp`` and
-    ``utt2spk``, JSON lines, what a registered reader knows, or an index of any of these. The result
-    has ``labels``, ``num_classes``, ``class_name``, ``read`` for encoded bytes, ``sample_id`` and
-    ``source``; indexing gives the picture, or the waveform, and the label.
+    ``utt2spk``, JSON lines, a format of a registered reader, or an index of any of these. The
+    result has ``labels``, ``num_classes``, ``class_name``, ``read`` for encoded bytes,
+    ``sample_id`` and ``source``; indexing gives the picture, or the waveform, and the label.
 
-    The index of images is built on first use, which reads all data once, and again when files have
-    come or gone. Recordings are only listed, unless there is an index or ``verify`` needs one.
+    The index of images is built on first use, which reads all data once, and again when files are
+    added or removed. Recordings are only listed, unless there is an index or ``verify`` needs one.
 
     Args:
         path: The data, or its index.
@@ -162,7 +162,7 @@ def open_audio(
 
 
 def reader_options(**options: str | Path | None) -> dict[str, str]:
-    """Options of a reader that were given, as an index keeps them."""
+    """Given options of a reader, in the form of an index."""
     return {
         name: str(Path(value).resolve()) if name == "root" else str(value)
         for name, value in options.items()
@@ -184,8 +184,8 @@ def open_index(
 ) -> SampleIndex:
     """The index of a dataset, built where it is missing, stale or, with ``rebuild``, in any case.
 
-    ``kind`` and ``options`` are what samples are looked for, and ``reader_options``. An index of
-    files that were changed in place is kept with ``keep_changed``, to find the changes.
+    ``kind`` is the kind of samples, ``options`` are the ``reader_options``. With ``keep_changed``,
+    the index of files that changed in place is kept, to find the changes.
     """
     path, options = Path(path), options or {}
     if path.suffix == SUFFIX and index is None and not rebuild:
@@ -218,7 +218,7 @@ def open_index(
 def recognise(
     path: str | Path, kind: Kind | None = None, options: Mapping[str, str] | None = None
 ) -> Found:
-    """The data at a path, and the reader that knows it and takes the options."""
+    """The data at a path, with the reader that recognises it and supports the options."""
     given, path = path, Path(path).resolve()
     if not path.exists():
         raise DataError(f"{given} does not exist; give a file or folder of images or recordings")
@@ -244,17 +244,17 @@ def _find(path: Path, kind: Kind | None) -> Found:
         if found is not None:
             return found
     if path.is_dir():
-        remedy = "put the samples of each identity into a folder of their own"
+        remedy = "put the samples of each identity into a separate folder"
         raise DataError(f"{path} has no folders, archives, records or lists; {remedy}")
     if path.suffix.lower() == ".bin":
         raise DataError(f"{path} is a verification set; use qmargin.data.read_bin")
     known = "a .rec, .tar, .csv or .tsv file, JSON lines, or a folder with one folder per identity"
-    raise DataError(f"{path} is of no known format; give {known}")
+    raise DataError(f"{path} has no known format; give {known}")
 
 
 @contextmanager
 def _expecting(path: Path, kind: Kind | None) -> Iterator[None]:
-    """Say so where nothing is found because there are samples of the other kind."""
+    """Raise if nothing is found because the samples are of the other kind."""
     try:
         yield
     except DataError as error:
@@ -268,7 +268,7 @@ def _expecting(path: Path, kind: Kind | None) -> Iterator[None]:
 
 
 def _other_kind(path: Path, found: str, kind: Kind) -> DataError:
-    recipe = f"take a recipe for {found}, or set data.kind to {_RECIPES[found]}"
+    recipe = f"use a recipe for {found}, or set data.kind to {_RECIPES[found]}"
     return DataError(f"{path} has {found}, and {kind.name} are expected; {recipe}")
 
 
@@ -280,9 +280,9 @@ def _scan(data: Found, options: Mapping[str, str], progress: Progress | None = N
 
 
 def index_place(data: Path, folder: str | Path | None = None, *, make: bool = True) -> Path:
-    """In a folder if one is given, or else beside the data, or in the cache where that is locked.
+    """Path of an index: the given folder, else beside the data, or in the cache if read-only.
 
-    The data is an absolute path: names in a folder tell its namesakes apart.
+    The data is an absolute path, whose hash distinguishes data of equal names.
     """
     digest = hashlib.sha256(os.fsencode(data)).hexdigest()[:24]
     if folder is not None:
@@ -302,8 +302,8 @@ def index_place(data: Path, folder: str | Path | None = None, *, make: bool = Tr
 def _one_builder(path: Path) -> Iterator[None]:
     """Let one process at a time build an index, while others wait for it.
 
-    It only saves work: an index comes to its place whole, so that several builders would write the
-    same file one after the other. That is what happens on a file system without locks.
+    The lock only saves work: an index is written atomically, so several builders would write the
+    same file one after the other, as they do on a file system without locks.
     """
     try:
         import fcntl
@@ -327,7 +327,7 @@ def _one_builder(path: Path) -> Iterator[None]:
 
 
 def _known(place: Path, data: Found, options: Mapping[str, str]) -> tuple[SampleIndex | None, str]:
-    """The index at a place, if there is one, and why it is not trusted; empty where it is."""
+    """The index at a place, if any, and the reason why it is stale; empty if it is valid."""
     if not place.exists():
         return None, ""
     try:
@@ -354,7 +354,7 @@ def _opened_itself(path: Path, kind: Kind | None, *, is_trusted: bool) -> Sample
 
 
 def _stale(index: SampleIndex, data: Found, options: Mapping[str, str]) -> str:
-    """Why an index is not trusted; empty where it is."""
+    """Reason why an index is stale; empty if it is valid."""
     if (index.format, index.kind) != (data.reader.format, (data.kind or IMAGES).name):
         return f"it is of {index.kind} of the format {index.format}"
     if dict(index.options) != dict(options):

@@ -1,6 +1,6 @@
-"""The order of samples: a function of seed, epoch and position, and of nothing else.
+"""The order of samples: a function of seed, epoch and position only.
 
-A keyed permutation answers "which sample comes at position i", so that any number of ranks and
+A keyed permutation gives the sample at a position, so that any number of ranks and
 workers, and a run restarted in the middle of an epoch, read the same samples in the same order.
 """
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from qmargin.errors import ConfigError
 
 LARGEST_DOMAIN = 1 << 62
-MOST_SAMPLES = 1 << 36  # of computed data: half a terabyte of labels
+MOST_SAMPLES = 1 << 36  # limit of computed data: half a terabyte of labels
 _ROUNDS = 16  # fewer leave the orders of five or six samples visibly uneven
 _BLOCK = 1 << 14  # positions mapped at once: a few arrays of this size stay in the cache
 _SHIFT = np.uint64(32)
@@ -132,7 +132,7 @@ def _shifted(
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """Which samples make up the global batch of each step, and each rank's part of it.
+    """Samples of the global batch of each step, and of each rank's part.
 
     Steps are counted through all epochs. The parts of the ranks are contiguous: joined in the order
     of the ranks they are the global batch, for any number of ranks. Where the batch does not divide
@@ -176,7 +176,7 @@ class GlobalOrder:
         return self.part(step, rank=0, world=1)
 
     def part(self, step: int, *, rank: int, world: int) -> NDArray[np.int64]:
-        """Samples of the step that one of ``world`` ranks reads, in order; maybe none."""
+        """Samples of the step that one of ``world`` ranks reads, in order; may be empty."""
         if not 0 <= check_count(rank, "rank") < check_count(world, "world", low=1):
             raise ConfigError(f"rank is {rank} of {world}; ranks count from 0 to {world - 1}")
         epoch, turn = divmod(check_count(step, "step"), self.steps_per_epoch)

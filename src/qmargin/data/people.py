@@ -2,7 +2,7 @@
 
 An identity is a vector that sets the proportions and colours of a face. A sample is that face with
 one of its appearances, in a pose, a light and a quality. Nothing is stored: a portrait is a
-function of a few hashed numbers. It uses sums, products, quotients and roots alone, which every
+function of a few hashed numbers. It uses only sums, products, quotients and roots, which every
 machine rounds alike, so that the bytes are the same everywhere.
 """
 
@@ -29,10 +29,10 @@ Keys = NDArray[np.uint64]
 Floats = NDArray[Any]  # float32: sums and products of it and Python's numbers stay so
 Ints = NDArray[np.int64]
 
-NUM_TRAITS = 24  # numbers that make an identity
-BATCH_PIXELS = 1 << 16  # of the portraits drawn together: their planes stay in the cache
+NUM_TRAITS = 24  # numbers of an identity
+BATCH_PIXELS = 1 << 16  # pixels drawn together: their planes stay in the cache
 
-# Who looks like whom.
+# Similarity of identities.
 POPULATIONS = (0.30, 0.20, 0.15, 0.12, 0.09, 0.07, 0.04, 0.03)  # shares
 APART = 0.9  # of a population's mean from the origin, in deviations of a trait
 BLOCK = 30  # identities with one family of 2 to 4 in the mean: a tenth of all
@@ -84,7 +84,7 @@ SHAPES = {
 }
 TRAITS_PER_SHAPE = 4
 
-# How samples of an identity differ at difficulty 1, in deviations of a bell curve.
+# Standard deviations between samples of an identity at difficulty 1.
 YAW, PITCH, ROLL = 0.15, 0.08, 0.07  # with heavy tails
 ZOOM, SHIFT = 0.04, 0.045
 FRAME = 1.36  # half a picture's side, in half heights of a face
@@ -92,7 +92,7 @@ EXPRESSION = 0.045  # of smiles
 LIGHT, EXPOSURE, CAST = 0.17, 0.12, 0.035
 NOISE = 0.05  # of a pixel of the worst quality
 OCCLUSION_RATE = 0.25  # of the worst quality
-LOW_RESOLUTION = ((0.0, 0.3, 4), (0.3, 0.5, 2))  # between qualities, pixels are that much larger
+LOW_RESOLUTION = ((0.0, 0.3, 4), (0.3, 0.5, 2))  # factor of the size of pixels between qualities
 BLURRED = 0.65  # below this quality
 
 # Branches of the hash.
@@ -107,13 +107,13 @@ class People(DrawnIdentities):
     """Drawn portraits of synthetic people, ``[3, size, size]`` in [0, 1].
 
     A tenth of the identities have relatives in the data, who look alike; a few are twins. Eight
-    populations of unequal size differ in their means. An identity has one to three appearances
+    populations of unequal size have different means. An identity has one to three appearances
     (hair, glasses, beard, age). Poses have heavy tails, and the quality of a sample drives its
     resolution, blur, noise and occlusion. Identities of the three splits are disjoint.
 
-    Label noise is for training: samples that show another identity of the data (``flips``) or
-    somebody outside it (``outliers``), and labels that show the identity of another label
-    (``splits``) or two identities (``merges``).
+    Label noise is for training: samples that show another identity of the data (``flips``) or an
+    identity outside the data (``outliers``), and labels with the identity of another label
+    (``splits``) or with two identities (``merges``).
 
     Examples:
         >>> people = People(2_000_000, 20)
@@ -187,7 +187,7 @@ class People(DrawnIdentities):
         return labels, places - np.where(labels > 0, self._ends[labels - 1], 0)
 
     def identities(self, indices: NDArray[np.integer]) -> Ints:
-        """Whom each sample shows; without label noise a function of the label."""
+        """Identity of each sample; without label noise a function of the label."""
         indices = self._checked(indices)
         labels, numbers = self.places(indices)
         shown = self._numbers(labels)
@@ -270,7 +270,7 @@ class People(DrawnIdentities):
             path.write_bytes(encode_image(self.images(np.array([index]))[0], format="PNG"))
 
     def held_out(self, split: str, num_classes: int, samples_per_class: int) -> DrawnIdentities:
-        """Other people of the same world, with right labels and without augmentation."""
+        """Other people from the same generator, with correct labels and without augmentation."""
         plain = replace(
             self, count_spread=0.0, flips=0.0, outliers=0.0, splits=0.0, merges=0.0, mirror=False
         )
@@ -394,7 +394,7 @@ def traits_of(world: np.uint64, identities: Ints) -> tuple[Floats, Ints]:
 
 
 class _Looks:
-    """What a batch of portraits shows: numbers ``[n, 1, 1]`` and colours ``[3, n, 1, 1]``."""
+    """Content of a batch of portraits: numbers ``[n, 1, 1]`` and colours ``[3, n, 1, 1]``."""
 
     def __init__(
         self,
@@ -512,7 +512,7 @@ def _portraits(looks: _Looks, size: int) -> NDArray[np.uint8]:
     frame = _Frame(looks, size)
     n = len(frame.x)
     picture = np.zeros((3, n, size, size), np.float32)
-    left = np.ones((n, size, size), np.float32)  # light that has not met anything yet
+    left = np.ones((n, size, size), np.float32)  # share of light that is not absorbed yet
     product = np.empty_like(left)
     for cover, colour, *shade in _parts(looks, frame):
         cover *= left
@@ -547,7 +547,7 @@ def _parts(looks: _Looks, frame: _Frame) -> Iterator[tuple[Floats, ...]]:
     ring = np.maximum(_unit(1.15 - np.abs(rim - 1.0) * 4.0), bridge)
     yield ring * has_glasses * 0.9, _flat((1.0, 0.9, 0.8)) * (0.06 + 0.22 * mode[1])
 
-    # The skull decides where hair and skin are.
+    # The shape of the skull bounds hair and skin.
     is_up = y < 0.0
     t = y / np.where(is_up, face["crown"], face["chin"])
     tt = t * t

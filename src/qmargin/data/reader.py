@@ -1,8 +1,8 @@
-"""Readers of formats: the interface, and the samples they give.
+"""Readers of formats: their interface and their samples.
 
 A reader is one class in one file, registered by name with ``qmargin.registry.register_reader``, in
-``qmargin.data.readers`` or in a package of yours. It says whether a path is of its format and gives
-the samples in it; indexing, checking, verifying and training work the same for all of them.
+``qmargin.data.readers`` or in a package of yours. It recognises paths of its format and yields
+their samples; indexing, checking, verifying and training work the same for all formats.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Kind(NamedTuple):
     name: str  # in indices and messages
     noun: str  # for one of them
     suffixes: tuple[str, ...]  # lower-case endings of their files
-    max_bytes: int  # what claims to be larger is damaged
+    max_bytes: int  # larger sizes in headers count as damage
 
     def is_name(self, name: str) -> bool:
-        """Whether a file is taken for a sample by its name.
+        """Whether the name of a file is that of a sample.
 
         Examples:
             >>> IMAGES.is_name("a/1.JPG"), IMAGES.is_name("notes.txt"), IMAGES.is_name(".1.jpg")
@@ -48,10 +48,10 @@ KINDS = {kind.name: kind for kind in (IMAGES, RECORDINGS)}
 
 
 class Sample(NamedTuple):
-    """One sample, as a reader gives it; all samples of a dataset have the same fields.
+    """One sample of a reader; all samples of a dataset have the same fields.
 
     Attributes:
-        identity: Name of who is seen or heard, or a label in ``[0, 2**31 - 2]``.
+        identity: Name of the identity, or a label in ``[0, 2**31 - 2]``.
         name: Unique among recordings, where trial lists use it; None for numbered records.
         path: File that holds it, relative to the folder of the data; without it that is ``name``,
             or the data itself where there is an offset.
@@ -59,8 +59,8 @@ class Sample(NamedTuple):
         length: Bytes from there on.
         key: Number of a record, or line in a list.
         label_at: Where the identity is written, for ``Reader.has_label``.
-        content: Encoded bytes, from readers that have them at hand; they are read otherwise.
-        by_reader: Whether ``Reader.read`` has to put the bytes together.
+        content: Encoded bytes, if the reader has read them already.
+        by_reader: Whether ``Reader.read`` has to assemble the bytes.
     """
 
     identity: str | int
@@ -76,7 +76,7 @@ class Sample(NamedTuple):
 
 @dataclass
 class Scan:
-    """One pass over a dataset: what a reader is told, and what it notes besides the samples."""
+    """One pass over a dataset: inputs of a reader, and its notes besides the samples."""
 
     path: Path
     kind: Kind
@@ -85,12 +85,12 @@ class Scan:
     hasher: Hasher | None = None  # for readers that update the fingerprint while they read
     classes: Sequence[str] = ()  # identities that have a label even without a sample
     num_classes: int | None = None  # where the data says it
-    notes: list[str] = field(default_factory=list)  # what was left out, for people
+    notes: list[str] = field(default_factory=list)  # what was left out, as text
     folders: list[str] = field(default_factory=list)  # that were listed
 
     @property
     def folder(self) -> Path:
-        """What paths in lists are relative to."""
+        """Folder to which paths in lists are relative."""
         if "root" in self.options:
             return Path(self.options["root"])
         return self.path if self.path.is_dir() else self.path.parent
@@ -108,19 +108,19 @@ class Reader(ABC):
     """A format; see ``docs/guide/face-data.md`` for an example."""
 
     format: str = ""  # in indices: the name that it was registered with
-    precedence: ClassVar[int] = 0  # readers with a higher one are asked first; ours are below 0
+    precedence: ClassVar[int] = 0  # highest first; built-in readers are below 0
     options: ClassVar[tuple[str, ...]] = ()  # names of options that it takes
 
     @abstractmethod
     def find(self, path: Path, kind: Kind | None) -> Found | None:
-        """What is read for an existing path, or None where it is not of this format.
+        """Recognise an existing path; None if it is not of this format.
 
-        ``kind`` says what samples are wanted; None for any.
+        ``kind`` is the requested kind of samples; None for any.
         """
 
     @abstractmethod
     def samples(self, scan: Scan) -> Iterator[Sample]:
-        """The samples of a dataset, in order; ``DataError`` with the place for what is wrong."""
+        """Yield the samples of a dataset in order; a ``DataError`` names the place of a problem."""
 
     def files(self, scan: Scan) -> list[Path]:
         """Files whose change makes an index stale."""
@@ -133,7 +133,7 @@ class Reader(ABC):
     def hasher(self, scan: Scan, index: SampleIndex | None, started: int | None) -> Hasher:
         """Fingerprint of the data as it is now.
 
-        An index to compare with may say what to look at; a build gives when it started.
+        An index to compare with may limit what is read; a build gives its start time.
         """
         return hash_files(self.files(scan), started)
 
@@ -142,7 +142,7 @@ class Reader(ABC):
         raise NotImplementedError(f"{self.format} gives samples that are ranges of bytes")
 
     def has_label(self, index: SampleIndex, row: int, read_at: ReadAt) -> bool:
-        """Whether the data still gives a sample the label of the index.
+        """Whether the label of a sample in the data still matches the index.
 
         The default is for formats whose labels are names of folders or in the list that was hashed.
         """
@@ -150,7 +150,7 @@ class Reader(ABC):
 
 
 def kind_of(names: Iterable[str]) -> Kind | None:
-    """What files of some names are; recordings where there are both."""
+    """Kind of files by their names; recordings if there are both."""
     found = None
     for name in names:
         if RECORDINGS.is_name(name):
@@ -160,7 +160,7 @@ def kind_of(names: Iterable[str]) -> Kind | None:
 
 
 def all_readers() -> list[Reader]:
-    """Every reader, in the order in which they are asked; one that cannot be used is logged."""
+    """Every reader, in the order of their priority; unusable readers are logged."""
     found = []
     for name in registry.readers.names():
         try:

@@ -1,4 +1,4 @@
-"""What a dataset is, labels checked before the first step, and what happens to corrupt samples."""
+"""Interface of datasets, checks of labels, and replacement of corrupt samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHUNK = 1 << 20
 _log = logging.getLogger("qmargin.data")
 
 Input: TypeAlias = Tensor | NDArray[Any]
-"""Of one sample. Arrays are a little faster to put into a batch."""
+"""Input of one sample. Arrays are slightly faster to put into a batch."""
 
 
 class Dataset(Protocol):
@@ -40,7 +40,7 @@ class Dataset(Protocol):
     def read(self, index: int, seed: int) -> tuple[Input, int]:
         """The sample's input and label, or ``CorruptSample`` if its bytes are damaged.
 
-        Its augmentation is drawn from ``seed`` and nothing else. The input may be read-only.
+        Its augmentation depends on ``seed`` only. The input may be read-only.
         """
         ...
 
@@ -59,12 +59,12 @@ class ReadsMany(Dataset, Protocol):
     def read_many(
         self, indices: NDArray[Any], seeds: Sequence[int]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Inputs and labels, ``[n, ...]`` and ``[n]``: what ``read`` gives for each sample."""
+        """Inputs and labels, ``[n, ...]`` and ``[n]``, as those of ``read`` for each sample."""
         ...
 
 
 def reads_many(dataset: Dataset) -> TypeGuard[ReadsMany]:
-    """Whether a dataset has both ways to read from one class: who changes one changes both."""
+    """Whether one class defines both ways to read, so that they agree."""
     for kind in type(dataset).__mro__:
         if "read" in vars(kind) or "read_many" in vars(kind):
             return "read" in vars(kind) and "read_many" in vars(kind)
@@ -103,7 +103,7 @@ def check_labels(dataset: Dataset) -> None:
 
 
 def check_label(dataset: Dataset, index: int, label: int) -> None:
-    """Raise ``DataError`` unless the label of a sample that was read is one."""
+    """Raise ``DataError`` unless the label of a sample is valid."""
     if label != int(label) or not 0 <= label < dataset.num_classes:
         raise DataError(_bad_label(dataset, index, label))
 
@@ -115,7 +115,7 @@ def _bad_label(dataset: Dataset, index: int, label: Any) -> str:
 
 @dataclass(frozen=True)
 class Replacement:
-    """A corrupt sample, and what was wrong with it."""
+    """A corrupt sample and the reason."""
 
     index: int
     sample_id: str
@@ -160,13 +160,13 @@ def read_seeded(dataset: Dataset, index: int, seed: int) -> Sample:
 
 
 class CorruptBudget:
-    """Counts the corrupt samples of an epoch, logs them, and stops a run that has too many.
+    """Count and log the corrupt samples of an epoch, and stop a run with too many.
 
-    What an epoch meets follows from the order of samples, so the counts of the ranks add up to the
-    same number for any number of ranks. A loader checks what its own rank met; a loop over several
-    ranks adds the counts up and passes the sum to ``check``.
+    The samples of an epoch depend on the order only, so the total count over ranks is the same for
+    any number of ranks. A loader checks the count of its rank; a loop over several ranks passes the
+    sum of all counts to ``check``.
 
-    A run that starts in the middle of an epoch gives that epoch, and its count so far.
+    A run that starts within an epoch passes this epoch and its count so far.
     """
 
     def __init__(self, limit: int | None, *, epoch: int = 0, count: int = 0) -> None:
@@ -175,7 +175,7 @@ class CorruptBudget:
         self.count = check_count(count, "the count of corrupt samples")
 
     def add(self, epoch: int, replaced: Iterable[Replacement]) -> None:
-        """Count what one batch met, and raise ``DataError`` above the limit."""
+        """Add the corrupt samples of a batch; raise ``DataError`` above the limit."""
         if epoch < self.epoch:
             raise ConfigError(f"epoch {epoch} comes after epoch {self.epoch}; start a new budget")
         if epoch > self.epoch:

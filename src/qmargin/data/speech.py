@@ -1,4 +1,4 @@
-"""Chunks of speech for training: cut, sped up, augmented, all from one seed per sample."""
+"""Chunks of speech for training: cut, speed-perturbed and augmented, by one seed per sample."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Room:
 
     @property
     def reflection(self) -> float:
-        """Share of the pressure that every wall sends back, at most 0.99.
+        """Share of the pressure that every wall reflects, at most 0.99.
 
         Eyring: ``RT60 = 0.161 V / (-S ln(1 - a))`` with volume, surface and absorbed share of the
         energy; the pressure's share is ``sqrt(1 - a)``.
@@ -73,8 +73,8 @@ def room_response(
 ) -> NDArray[np.float32]:
     """Impulse response ``[n]`` of a room, starting when the source sounds.
 
-    Pressure, with the direct sound at ``distance / 343 m/s`` and of height about
-    ``1 / (4 pi distance)``. It is as long as the room's reverberation unless ``seconds`` says.
+    Pressure, with the direct sound at ``distance / 343 m/s`` and of height about ``1 / (4 pi
+    distance)``. It is as long as the room's reverberation, or ``seconds``.
     """
     from scipy.signal import butter, resample_poly, sosfilt
 
@@ -120,10 +120,10 @@ def _images(room: Room, *, reach: float) -> tuple[NDArray[np.float64], NDArray[n
 
 @dataclass(frozen=True)
 class RoomSimulator:
-    """Draws rooms and simulates them: an endless set of impulse responses, or a numbered one.
+    """Draw and simulate rooms: an endless set of impulse responses, or a fixed number.
 
-    With ``num_rooms``, each of these is simulated once in a process and then kept; zero makes a new
-    room every time, which costs tens of milliseconds.
+    With ``num_rooms``, each room is simulated once per process and then kept; zero simulates a new
+    room every time, which takes tens of milliseconds.
     """
 
     length: tuple[float, float] = (3.0, 10.0)  # range of length and width in metres
@@ -138,10 +138,10 @@ class RoomSimulator:
         for name, low in (("length", 1.0), ("height", 1.0), ("reverberation_s", 0.01)):
             given: Sequence[float] = getattr(self, name)
             if len(given) != 2 or not low <= given[0] <= given[1] < math.inf:
-                raise ConfigError(f"{name} is {given}; give two rising numbers from {low} on")
+                raise ConfigError(f"{name} is {given}; give two rising numbers of at least {low}")
 
     def draw(self, generator: np.random.Generator) -> NDArray[np.float32]:
-        """The response of a room that depends on the generator alone."""
+        """The response of a room drawn from the generator."""
         if self.num_rooms:
             return _numbered_response(self, int(generator.integers(self.num_rooms)))
         return room_response(self.draw_room(generator), sample_rate=self.sample_rate)
@@ -159,7 +159,7 @@ class RoomSimulator:
 
 @lru_cache(maxsize=MOST_ROOMS)
 def _numbered_response(simulator: RoomSimulator, number: int) -> NDArray[np.float32]:
-    """The response of a room that follows from its number; read it only, it is shared."""
+    """The response of a numbered room; it is shared and read-only."""
     room = simulator.draw_room(np.random.default_rng(number))
     return room_response(room, sample_rate=simulator.sample_rate)
 
@@ -191,7 +191,7 @@ def span_at(place: float, num_samples: int, sample_rate: int, speed: float = 1.0
 
 
 def tiled(samples: Samples, num_samples: int) -> Samples:
-    """The first ``num_samples`` of samples repeated as often as it takes.
+    """Repeat samples to a length of ``num_samples``.
 
     Examples:
         >>> tiled(np.array([1, 2, 3], dtype=np.float32), 7).tolist()
@@ -202,7 +202,7 @@ def tiled(samples: Samples, num_samples: int) -> Samples:
 
 
 class Noises:
-    """Recordings to mix in, in folders ``noise``, ``speech`` and ``music`` as MUSAN has them.
+    """Recordings to mix in, in folders ``noise``, ``speech`` and ``music`` as in MUSAN.
 
     ``babble`` recordings of ``speech`` are mixed into one before they are added.
     """
@@ -218,7 +218,7 @@ class Noises:
             raise DataError(f"{folder} has no audio in folders {kinds}; give MUSAN's own folder")
 
     def draw(self, num_samples: int, generator: np.random.Generator) -> tuple[Samples, float]:
-        """Noise ``[num_samples]`` of a kind that is drawn first, and a ratio in dB for it."""
+        """Noise ``[num_samples]`` of a random kind, and a random ratio in dB."""
         kinds = sorted(self.files)
         kind = kinds[int(generator.integers(len(kinds)))]
         snr = float(generator.uniform(*SNR_DB[kind]))
@@ -296,7 +296,7 @@ class SpeechAugmentation:
             raise ConfigError("an augmentation needs noises or responses; give one or both")
 
     def __call__(self, samples: Samples, generator: np.random.Generator) -> Samples:
-        """Samples ``[n]``, changed or as they are; changed ones have their peak at one."""
+        """Samples ``[n]``, changed or unchanged; changed samples have a peak of one."""
         is_changed, is_reverberant = generator.random(2) < (self.probability, 0.5)
         if not is_changed:
             return samples
@@ -328,7 +328,7 @@ class SpectrumMasks:
     def spans(
         self, shape: Sequence[int], generator: np.random.Generator
     ) -> list[tuple[int, int, int]]:
-        """Spans ``(axis, start, stop)`` for features ``[frames, bins]``; none for those spared."""
+        """Spans ``(axis, start, stop)`` for features ``[frames, bins]``; empty if not masked."""
         if generator.random() >= self.probability:
             return []
         spans = []
@@ -346,14 +346,14 @@ class SpectrumMasks:
 SPEEDS = (1.0, 0.9, 1.1)
 MAX_BYTES = 16 << 30  # of samples in memory
 _MOST_THREADS = 8
-_BLOCK = 256  # recordings between two looks at the memory
+_BLOCK = 256  # recordings between two checks of the memory
 
 
 class AudioMemory:
     """Every recording at its sample rate in memory; forked workers share the arrays.
 
-    What cannot be decoded raises when it is asked for, as it does from its file, so that it is
-    counted and replaced in the same way. More than ``max_bytes`` is refused.
+    An undecodable recording raises when it is read, as from its file, so that it is counted and
+    replaced in the same way. More than ``max_bytes`` is refused.
     """
 
     def __init__(self, recordings: AudioDataset, *, max_bytes: int = MAX_BYTES) -> None:
@@ -407,13 +407,13 @@ class SpeechSource(Protocol):
 
     @property
     def sample_rate(self) -> int:
-        """Of what ``encoded`` gives once it is decoded."""
+        """Sample rate of decoded ``encoded`` recordings."""
         ...
 
     def __len__(self) -> int: ...
 
     def encoded(self, index: int) -> Path | bytes:
-        """What to decode."""
+        """Path or bytes to decode."""
         ...
 
     def sample_id(self, index: int) -> str:
@@ -421,7 +421,7 @@ class SpeechSource(Protocol):
         ...
 
     def source(self, index: int) -> str:
-        """Where its speaker is named."""
+        """Where the label of a recording is written."""
         ...
 
 
@@ -436,10 +436,10 @@ class SpeechMemory(Protocol):
 class SpeechDataset:
     """Chunks of equal length of recordings.
 
-    A sample is a random chunk; a shorter utterance is tiled. What is drawn for it (its speed, the
-    place of the chunk, noise or a room, dither, masks) follows from the seed of the reading alone.
+    A sample is a random chunk; a shorter utterance is tiled. All random choices (speed, place of
+    the chunk, noise or room, dither, masks) depend only on the seed of the read.
 
-    With several speeds each of them makes speakers of its own: speaker ``i`` at the speed with
+    With several speeds, each speed has its own classes: speaker ``i`` at the speed with
     number ``j`` has label ``j * num_speakers + i``, so that there are three times as many classes.
 
     Chunks have ``num_frames`` frames of the filter bank. ``dither`` is the deviation of noise added
@@ -484,7 +484,7 @@ class SpeechDataset:
             rates = f"{self.bank.sample_rate} Hz and the recordings give {recordings.sample_rate}"
             raise ConfigError(f"the filter bank is for {rates} Hz; make them agree")
         self.num_samples = self.bank.num_samples(num_frames)
-        for speed in self.speeds:  # a speed out of range must not wait for the first sample
+        for speed in self.speeds:  # check the speeds before the first sample
             played_rate(AudioInfo(16000, 1, 1, "WAV"), speed)
 
     def __len__(self) -> int:
@@ -546,7 +546,7 @@ def build_augmentation(
     num_rooms: int,
     sample_rate: int,
 ) -> SpeechAugmentation | None:
-    """Noise and rooms as the options of a recipe say, None for neither."""
+    """Noise and rooms by the options of a recipe; None for neither."""
     if simulate_rooms and response_path is not None:
         raise ConfigError(f"response_path is {response_path!r}, simulate_rooms is set; choose one")
     responses: ResponseSource | None = None
@@ -585,7 +585,7 @@ def open_speech(
     mask_probability: float = 0.0,  # share of the samples with masked features
     num_bins: int = 80,  # of the filter bank
     window: str = "hamming",
-    sample_rate: int = 16000,  # that everything is brought to
+    sample_rate: int = 16000,  # of all recordings after resampling
 ) -> SpeechDataset:
     """The training set of a recipe, from a path and plain options."""
     check_decoder()

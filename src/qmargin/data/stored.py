@@ -23,18 +23,18 @@ from qmargin.errors import CorruptSample, DataError
 from qmargin.files import READING, check_regular, read_regular
 
 MAX_OPEN_FILES = 128
-MAX_RANGE = 1 << 28  # bytes of an image inside a larger file; what claims more is damaged
+MAX_RANGE = 1 << 28  # bytes of an image inside a larger file; larger sizes count as damage
 
 
 def check_several(num_classes: int, path: str | Path) -> None:
-    """Refuse data of one identity: there is nothing to tell it from."""
+    """Refuse data with a single identity."""
     if num_classes < 2:
         found = f"{path} has {num_classes} identity"
-        raise DataError(f"{found}; give at least 2, each in a folder of its own")
+        raise DataError(f"{found}; give at least 2, each in its own folder")
 
 
 class _Descriptor:
-    """An open file that is closed when it is used no more."""
+    """An open file that is closed when it is no longer used."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, READING)
@@ -46,10 +46,10 @@ class _Descriptor:
 
 
 class OpenFiles:
-    """Keeps the last files open and reads at any place of them, from any process or thread.
+    """Keep recent files open and read at any position, from any process or thread.
 
-    Reads do not move a position, so that workers that were forked share the files without locks. A
-    file that is put aside is closed when the last reader lets go of it.
+    Reads do not move a file position, so forked workers share the files without locks. A replaced
+    file is closed when its last reader has finished.
     """
 
     def __init__(self, max_open: int = MAX_OPEN_FILES) -> None:
@@ -71,7 +71,7 @@ class OpenFiles:
             raise CorruptSample(f"{path} cannot be read at byte {offset}: {reason}") from error
 
     def read_range(self, path: Path, offset: int, length: int, most: int) -> bytes:
-        """Bytes of a range that has to be there, or ``CorruptSample``."""
+        """Bytes of a range; ``CorruptSample`` if they are incomplete."""
         if length > most:
             raise CorruptSample(f"{length} bytes; at most {most} are read")
         data = self.read_at(path, offset, length)
@@ -150,7 +150,7 @@ class StoredSamples:
         return data
 
     def stored(self, index: int) -> bytes:
-        """Encoded bytes of a sample as they are now, compared with nothing."""
+        """Encoded bytes of a sample, without verification."""
         row = self._row(index)
         if self._by_reader is not None and self._by_reader[row]:
             return self._reader.read(self.index, row, self._files.read_at)
@@ -267,7 +267,7 @@ class AudioDataset(StoredSamples):
         return samples, int(self._labels[index])
 
     def encoded(self, index: int) -> Path | bytes:
-        """What to decode: the path of a file of its own, or bytes to compare or inside others."""
+        """Path of a sample's own file, or its bytes if they are verified or inside another file."""
         is_plain = self._offsets is None and self._by_reader is None and not self.verify
         return self.path(index) if is_plain else self.read(index)
 

@@ -1,4 +1,4 @@
-"""Stroke identities: synthetic open-set images for the demo, tests and experiments of scale.
+"""Stroke identities: synthetic open-set images for tests and large experiments.
 
 An identity is a number that draws a small program of pen strokes. A sample is a random distortion
 of its identity's drawing. Nothing is stored: two million identities cost as much as two.
@@ -43,7 +43,7 @@ def uniforms(keys: Keys, count: int) -> Floats:
 def normals(keys: Keys, count: int) -> Floats:
     """Numbers of mean 0 and deviation 1 that never exceed 3.5, ``[n, count]``.
 
-    The sum of four uniform numbers: no distortion is without limit, and no logarithm is taken.
+    The sum of four uniform numbers, so that distortions are bounded, and no logarithm is needed.
     """
     halves = _draws(keys, count).view(np.uint16).reshape(len(keys), count, 4)
     sums = halves.sum(axis=2, dtype=np.int32)
@@ -87,7 +87,7 @@ def inked(points: Floats, widths: Floats, amounts: Floats, *, size: int) -> Floa
     """Pictures ``[n, size, size]`` in [0, 1) of a soft pen that touches at some points.
 
     A touch leaves a Gaussian spot, which is a product of one factor per row and one per column; so
-    a picture is the product of two small matrices. Paper takes up no more than full ink.
+    a picture is the product of two small matrices. Ink is limited to full coverage.
 
     Points ``[n, P, 2]`` are (across, down) on paper from -1 to 1; widths ``[n]`` are deviations of
     a spot in pixels; amounts ``[n, P]`` are the ink of each touch, 0 where the pen is lifted.
@@ -114,14 +114,14 @@ BATCH = 512  # pictures that are drawn at once: their factors stay in the cache
 MOST_STROKES = 4
 FEWEST_STROKES = 2
 
-# What programs look like; the paper reaches from -1 to 1.
+# Parameters of programs; the paper reaches from -1 to 1.
 REACH = 0.75  # of control points from the middle
 SHORTEST, LONGEST = 0.2, 0.65  # from one control point to the next
 BEND = 4.0  # radians that a stroke may turn at a control point, from one side to the other
 GOES_ON = 0.4  # of strokes, starting where the last one ended
 
-# Distortions at difficulty 1, in deviations of a bell curve. Chosen on validation identities: the
-# demo's network has an equal error rate of a few percent.
+# Distortions at difficulty 1, in standard deviations. They were chosen on validation identities, so
+# that the demo's network has an equal error rate of a few percent.
 JITTER = 0.075  # of a control point
 TURN = 0.09  # radians
 SLANT = 0.11  # sideways per upwards
@@ -144,7 +144,7 @@ class StrokeIdentities(DrawnIdentities):
 
     A distortion moves control points, slants, turns and stretches the whole, changes pressure and
     width of the pen, lifts it for a moment, and adds noise. Identities of the three splits are
-    disjoint. All of it is synthetic: it says nothing about faces or voices.
+    disjoint. The data are synthetic and say nothing about faces or voices.
 
     Examples:
         >>> dataset = StrokeIdentities(2_000_000, 5)
@@ -164,7 +164,7 @@ class StrokeIdentities(DrawnIdentities):
         return as_inputs(pictures, self.shift, seeds)
 
     def images(self, indices: NDArray[np.integer]) -> NDArray[np.uint8]:
-        """Samples as they are, without augmentation: ``[n, size, size]``, 255 is full ink."""
+        """Samples without augmentation: ``[n, size, size]``, 255 is full ink."""
         indices = self._checked(indices)
         pictures = np.empty((len(indices), self.size, self.size), dtype=np.uint8)
         for start in range(0, len(indices), BATCH):
@@ -173,7 +173,7 @@ class StrokeIdentities(DrawnIdentities):
         return pictures
 
     def _drawn(self, indices: NDArray[np.integer]) -> NDArray[np.uint8]:
-        """Some samples; each depends on its identity, its number and the seed alone."""
+        """Some samples; each depends only on its identity, its number and the seed."""
         identities, numbers = np.divmod(indices.astype(np.int64), self.samples_per_class)
         identities = self._numbers(identities)
         worlds = np.full(len(indices), derived_seed(self.seed), dtype=np.uint64)
@@ -275,7 +275,7 @@ def as_inputs(pictures: NDArray[np.uint8], shift: int, seeds: Sequence[int]) -> 
 
 
 def moved(pictures: NDArray[Any], shift: int, seeds: Sequence[int]) -> NDArray[Any]:
-    """Pictures moved by up to ``shift`` pixels each way; blank paper comes in."""
+    """Pictures moved by up to ``shift`` pixels each way, padded with blank paper."""
     width, (count, size, _) = 2 * shift + 1, pictures.shape
     down, across = np.divmod(np.asarray(seeds, dtype=np.int64) % (width * width), width)
     framed = np.zeros((count, size + 2 * shift, size + 2 * shift), dtype=pictures.dtype)

@@ -1,4 +1,4 @@
-"""Identities made from a seed: for tests, examples and runs without any file."""
+"""Synthetic identities from a seed: for tests, examples and runs without files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from qmargin.errors import ConfigError, ShapeError
 
 
 class SyntheticDataset:
-    """What synthetic worlds share: sample ``i`` is of identity ``i // samples_per_class``.
+    """Base of synthetic datasets: sample ``i`` is of identity ``i // samples_per_class``.
 
-    A world is a frozen dataclass that derives from this class and has ``read``, such as
-    ``StrokeIdentities``.
+    Derive a frozen dataclass with ``read``, such as ``StrokeIdentities``.
     """
 
     num_classes: int
@@ -57,11 +56,11 @@ class SyntheticDataset:
 
 
 SPLITS = ("train", "validation", "test")
-SPLIT_SIZE = 1 << 40  # identities of a split: the numbers of two splits never meet
+SPLIT_SIZE = 1 << 40  # identities of a split: the numbers of two splits are disjoint
 
 
 def check_world(num_classes: int, split: str, difficulty: float) -> None:
-    """Refuse what no world of identities in three splits has."""
+    """Check number of classes, split and difficulty."""
     if num_classes > SPLIT_SIZE:
         raise ConfigError(f"num_classes is {num_classes}; a split has {SPLIT_SIZE}")
     if split not in SPLITS:
@@ -77,17 +76,18 @@ def numbers_in_world(labels: NDArray[np.integer], split: str) -> NDArray[np.int6
 
 @dataclass(frozen=True)
 class DrawnIdentities(SyntheticDataset):
-    """What worlds of drawn pictures share: three disjoint splits, and pictures that are kept.
+    """Base of drawn pictures: three disjoint splits, and cached pictures.
 
-    A world has ``images``, which draws samples, and ``augmented``, which makes inputs of them.
+    Subclasses have ``images``, which draws samples, and ``augmented``, which makes inputs from
+    them.
     """
 
     num_classes: int  # at most SPLIT_SIZE
     samples_per_class: int
     size: int  # pixels of a side
-    seed: int = 0  # another seed is another world of identities
+    seed: int = 0  # a different seed gives different identities
     split: str = "train"  # or "validation" or "test"
-    difficulty: float = 1.0  # multiplies how far samples of an identity differ; 0 for not at all
+    difficulty: float = 1.0  # factor of the differences between samples of an identity; 0 for none
     shift: int = 0  # pixels by which a reading may move a sample, as augmentations do
     in_memory: bool = False  # draw all samples at the first reading and keep them
     _kept: dict[str, NDArray[np.uint8]] = field(
@@ -125,7 +125,7 @@ class DrawnIdentities(SyntheticDataset):
     def read_many(
         self, indices: NDArray[np.integer], seeds: Sequence[int]
     ) -> tuple[NDArray[np.float32], NDArray[np.integer]]:
-        """What ``read`` gives for each of some samples."""
+        """Results of ``read`` for several samples."""
         if self.in_memory and "images" not in self._kept:
             self._kept["images"] = self.images(np.arange(len(self)))
         pictures = self._kept["images"][indices] if self.in_memory else self.images(indices)
@@ -143,7 +143,7 @@ class DrawnIdentities(SyntheticDataset):
         return kept
 
     def held_out(self, split: str, num_classes: int, samples_per_class: int) -> DrawnIdentities:
-        """Other identities of the same world, to be measured on."""
+        """Other identities from the same generator, for evaluation."""
         return replace(
             self,
             num_classes=num_classes,
@@ -167,8 +167,8 @@ class DrawnIdentities(SyntheticDataset):
 class SyntheticIdentities(SyntheticDataset):
     """A cloud of samples around one random centre per identity.
 
-    A sample is its identity's centre, plus noise of its own, plus noise that is drawn anew each
-    time it is read, as an augmentation is. All are Gaussian per element.
+    A sample is its identity's centre, plus fixed noise, plus new noise at each read, like an
+    augmentation. All are Gaussian per element.
 
     Examples:
         >>> dataset = SyntheticIdentities(10, 4, shape=(8,))
@@ -182,7 +182,7 @@ class SyntheticIdentities(SyntheticDataset):
     shape: Sequence[int] = (64,)  # of one input; (3, 32, 32) for images
     noise: float = 0.5  # deviation between samples of one identity; centres have one
     augmentation: float = 0.1  # deviation between readings of one sample
-    seed: int = 0  # another seed makes other identities, such as those to validate on
+    seed: int = 0  # a different seed gives different identities, for example for validation
     as_bytes: bool = False  # rounded, as pictures: 128 stands for zero, 32 for a deviation
 
     def __post_init__(self) -> None:

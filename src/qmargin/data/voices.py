@@ -2,7 +2,7 @@
 
 A speaker is a vector that sets pitch, vocal tract and manner of speaking. An utterance is a random
 sequence of syllables: pulses of the glottis and of noise ring in the resonances of the vocal tract,
-and the sum is recorded by a microphone in a room. Sums, products, quotients and roots alone are
+and the sum is recorded by a microphone in a room. Only sums, products, quotients and roots are
 used, which every machine rounds alike, so that the samples are the same everywhere.
 """
 
@@ -100,7 +100,7 @@ HIGH_TRACT = 1.12  # factor of the formants of high voices
 CHANNEL_TAPS = 9
 NUM_ECHOES = 6
 LEVEL = 0.08  # root mean square of a recording
-# How recordings of a speaker differ at difficulty 1: in most of them little, in a few a lot.
+# Differences between recordings of a speaker at difficulty 1: small in most, large in a few.
 USUAL, WORST = 0.5, 2.0  # factors of the next three
 CHANNEL = 0.16  # of the taps of a microphone
 ROOM = 0.35  # of echoes
@@ -109,7 +109,7 @@ SNR = (2.0, 100.0)  # ratio of amplitudes of speech and noise: worst and best
 
 
 class Speaker(NamedTuple):
-    """What a speaker sounds like."""
+    """Voice of a speaker."""
 
     pitch: float  # Hz
     pitch_range: float  # octaves
@@ -140,12 +140,12 @@ class Voices(SyntheticDataset):
 
     num_classes: int
     samples_per_class: int
-    seed: int = 0  # another seed is another world of speakers
+    seed: int = 0  # a different seed gives different speakers
     split: str = "train"  # or "validation" or "test"
-    difficulty: float = 1.0  # multiplies how far recordings differ; 0 for clean speech
+    difficulty: float = 1.0  # factor of the differences between recordings; 0 for clean speech
     shortest: float = 2.0  # seconds of an utterance
     longest: float = 6.0
-    in_memory: bool = False  # keep what was spoken once
+    in_memory: bool = False  # keep synthesised utterances
     _kept: dict[int, NDArray[np.int16]] = field(
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )
@@ -180,7 +180,7 @@ class Voices(SyntheticDataset):
         return np.cumsum(np.array(lengths, np.int64))
 
     def speaker(self, label: int) -> Speaker:
-        """What a speaker sounds like."""
+        """Voice of a speaker."""
         number = numbers_in_world(np.array([label]), self.split)
         world = np.uint64(derived_seed(self.seed))
         traits, _ = traits_of(world, number)
@@ -207,7 +207,7 @@ class Voices(SyntheticDataset):
         )
 
     def waveform(self, index: int) -> NDArray[np.int16]:
-        """An utterance as it was recorded, ``[samples]``."""
+        """The recording of an utterance, ``[samples]``."""
         label = self._label(index)
         if index in self._kept:
             return self._kept[index]
@@ -250,14 +250,14 @@ class Voices(SyntheticDataset):
         return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + len(data), b"WAVE", *about) + data
 
     def write(self, folder: str | Path) -> None:
-        """Write every utterance below a folder of its speaker, as collections of speech are."""
+        """Write one folder of WAV files per speaker."""
         for index in range(len(self)):
             path = Path(folder) / f"{self.sample_id(index)}.wav"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(self.encoded(index))
 
     def sample_id(self, index: int) -> str:
-        """Split, speaker and number: names of the splits never meet."""
+        """Split, speaker and number, so that names differ between splits."""
         label, number = divmod(index, self.samples_per_class)
         return f"{self.split}-speaker-{label}/utterance-{number}"
 
@@ -292,7 +292,7 @@ class VoiceChunks(SpeechDataset):
     def held_out(
         self, split: str, num_classes: int, samples_per_class: int, *, is_whole: bool
     ) -> VoiceChunks:
-        """Other speakers of the same world, to be measured on, without augmentation.
+        """Other speakers from the same generator, for evaluation, without augmentation.
 
         Whole utterances are repeated to the length of the longest.
         """
@@ -313,14 +313,14 @@ def open_voices(
     num_classes: int,  # of the classifier: speakers, three times as many with speed_perturbation
     *,
     samples_per_class: int = 20,  # utterances of a speaker
-    seed: int = 0,  # another seed is another world of speakers
+    seed: int = 0,  # a different seed gives different speakers
     split: str = "train",  # or "validation" or "test"
-    difficulty: float = 1.0,  # multiplies how far recordings differ; 0 for clean speech
+    difficulty: float = 1.0,  # factor of the differences between recordings; 0 for clean speech
     shortest: float = 2.0,  # seconds of an utterance
     longest: float = 6.0,
-    in_memory: bool = True,  # keep what was spoken once
+    in_memory: bool = True,  # keep synthesised utterances
     num_frames: int = 200,  # of a chunk; 200 frames are 2.015 s
-    speed_perturbation: bool = False,  # speeds 1, 0.9 and 1.1, which make speakers of their own
+    speed_perturbation: bool = False,  # speeds 1, 0.9 and 1.1, each with its own classes
     augment: float = 0.6,  # share of the samples with noise or reverberation, where given
     noise_path: str | None = None,  # folder in MUSAN's layout
     babble: int = 1,  # recordings of speech that are mixed into one noise
@@ -371,7 +371,7 @@ def open_voices(
 
 
 class _Tracks(NamedTuple):
-    """What to say: a value of each every ``FRAME`` samples."""
+    """Tracks of an utterance, with a value every ``FRAME`` samples."""
 
     formants: Doubles  # Hz, [frames, NUM_FORMANTS]
     voice: Doubles
@@ -431,7 +431,7 @@ def _composed(speaker: Speaker, seconds: float, key: Keys) -> _Tracks:
     # Knots: the middle of the consonant, the beginning and the end of the vowel.
     knots = [starts + 0.5 * share * length, starts + (share + 0.12) * length, ends - 0.15 * length]
     targets = np.stack([consonants[:, :NUM_FORMANTS], vowels, vowels], 1)
-    targets = targets * (1.0 + 0.03 * bell[:, None, :1])  # no syllable is spoken twice alike
+    targets = targets * (1.0 + 0.03 * bell[:, None, :1])  # syllables vary
     voice = np.stack([consonants[:, NUM_FORMANTS], 1.0 * is_heard, 0.9 * is_heard], 1)
     noise = np.zeros((count, 3))
     noise[:, 0] = consonants[:, NUM_FORMANTS + 1] * is_heard
@@ -521,7 +521,7 @@ def _falling(ratio: float) -> Doubles:
 
 
 def _cosine(angles: Doubles) -> Doubles:
-    """Of angles in [0, pi], by the series of the sine around pi / 2."""
+    """Sine of angles in [0, pi], by its series around pi / 2."""
     x = angles - math.pi / 2
     square, series = x * x, np.ones_like(x)
     for number in range(9, 0, -1):

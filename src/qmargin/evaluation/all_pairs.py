@@ -38,7 +38,7 @@ MAX_NORM = 1e30  # of a normalised score: products in float32 do not overflow
 
 @dataclass(frozen=True, eq=False)
 class AllPairs:
-    """Results over all pairs of an embedding matrix."""
+    """Measures over all pairs of an embedding matrix."""
 
     tar: tuple[TarAtFar, ...]
     eer: Eer
@@ -90,7 +90,7 @@ def evaluate_all_pairs(
     """Exact operating points over all ``n (n - 1) / 2`` pairs of rows.
 
     The score of a pair is the cosine of its rows in float64, or its AS-norm. Products of blocks in
-    ``dtype`` only select the pairs that can decide a result; those are scored in float64. So
+    ``dtype`` only select the pairs that can affect a result; those are scored in float64. So
     ``block``, ``device`` and ``dtype`` do not change a result. Memory holds the embeddings, one
     block and the scores of the genuine pairs; more where the cohort scores of one row deviate a
     thousand times less than those of others.
@@ -274,13 +274,13 @@ def _norm(moments: Moments | None, order: Rows) -> PairNorm | None:
         row = int(np.argmax(is_wrong))
         raise DataError(
             f"cohort scores of embedding {row} have mean {mean[row]} and deviation {std[row]}, by "
-            "which no score can be normalised: leave the sample out, or use a wider cohort"
+            "which scores cannot be normalised: leave the sample out, or use a wider cohort"
         )
     return PairNorm(norm.gain[order], norm.shift[order])
 
 
 def plan_tar(counts: ImpostorCounts, genuine: Floats, far: float) -> Callable[[], TarAtFar]:
-    """Open the rank of the first impostor that is one too many."""
+    """Open the rank of the first impostor above the allowed number."""
     allowed = num_allowed(far, len(counts))
     if allowed < len(counts):
         counts.open_rank(allowed + 1)
@@ -433,7 +433,7 @@ class ImpostorCounts:
         return NUM_BINS - int(np.searchsorted(self.in_or_above[::-1], rank))
 
     def update(self, scores: Floats) -> None:
-        """Take in exact scores of pairs in open bins."""
+        """Add exact scores of pairs in open bins."""
         self._new.append(scores)
         self._num_new += len(scores)
         if self._num_new >= self._max_held:
@@ -441,7 +441,7 @@ class ImpostorCounts:
             self._max_held = max(MAX_HELD, len(self._values))  # not too often if all differ
 
     def settle(self) -> None:
-        """Count equal scores together; to be called before the first question."""
+        """Count equal scores together; call it before the first query."""
         values = np.concatenate([self._values, *self._new])
         times = np.concatenate([self._times, np.ones(self._num_new, dtype=np.int64)])
         order = np.argsort(values)
@@ -735,8 +735,8 @@ class Hardest:
         self._rows: NDArray[np.intp] = np.empty((2, 0), dtype=np.intp)
 
     def update(self, first: Rows, second: Rows, scores: Floats) -> None:
-        """Take in pairs of rows as the caller numbers them."""
-        if len(self._scores) == self.num_kept:  # most pairs of a portion are far from hard
+        """Add pairs of rows, numbered as by the caller."""
+        if len(self._scores) == self.num_kept:  # most pairs of a portion are not hard
             worst = self._scores[-1] if self.num_kept else np.inf * self.sign
             near = np.flatnonzero(self.sign * scores >= self.sign * worst)
             first, second, scores = first[near], second[near], scores[near]

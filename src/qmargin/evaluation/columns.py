@@ -61,7 +61,7 @@ _HEADS = ("subject", "speaker", "identity", "key", "file", "utterance", "name", 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of the columns, None for one that is not used; no delimiter means white space."""
+    """Names of the columns, None for unused ones; no delimiter means white space."""
 
     columns: tuple[str | None, ...]
     delimiter: str | None
@@ -119,7 +119,7 @@ def _refuse_semicolons(cells: Sequence[bytes], where: str) -> None:
 
 
 def read_mapping(path: str | Path, *, role: str) -> tuple[dict[str, str], Source]:
-    """Read two columns: a name and what it belongs to, such as ``utt2spk`` or ``subject,group``.
+    """Read two columns: a name and its value, such as ``utt2spk`` or ``subject,group``.
 
     A first line such as ``subject,group`` is a header. A name with two values is a ``DataError``.
     """
@@ -154,7 +154,7 @@ def find_layout(
     required: tuple[str, ...],
     format: str = "auto",
 ) -> Layout:
-    """The layout of a file: a name of ``layouts``, or found out.
+    """The layout of a file: a name of ``layouts``, or detected.
 
     A header is recognised by its names, ``required`` ones among them; ``"csv"`` and ``"tsv"`` need
     one. Without a header the lines are read until they fit one layout only.
@@ -188,7 +188,7 @@ def find_layout(
 
 
 def _delimiter(path: str | Path, line: bytes) -> str | None:
-    """Tabs before commas before white space; a comma inside a name of a spaced line is no comma."""
+    """Tabs before commas before white space; commas in names of a spaced line do not count."""
     if b"\t" in line:
         return "\t"
     is_table = str(path).lower().endswith(".csv") or len(line.split()) == 1
@@ -218,7 +218,7 @@ def _fitting_columns(
             )
         fitting = still
     if len(fitting) > 1:
-        raise DataError(f"{path} can be read as {' or as '.join(fitting)}: say which with --format")
+        raise DataError(f"{path} can be read as {' or as '.join(fitting)}: choose by --format")
     return next(iter(fitting.values()))
 
 
@@ -238,7 +238,7 @@ def _is_number(cell: bytes) -> bool:
 
 
 class KeyTable(defaultdict[bytes, int]):
-    """Numbers names in the order in which they are met."""
+    """Number names in the order of their first appearance."""
 
     def __init__(self) -> None:
         super().__init__(count().__next__)
@@ -249,7 +249,7 @@ class KeyTable(defaultdict[bytes, int]):
 
 
 class Growing:
-    """An array that grows: blocks until the end, then one array, never both."""
+    """An array that grows: blocks while reading, then one array, never both in memory."""
 
     def __init__(self, dtype: DTypeLike) -> None:
         self._dtype = np.dtype(dtype)
@@ -282,7 +282,7 @@ class Growing:
         self._blocks = []
 
     def array(self) -> NDArray[Any]:
-        """All values; nothing is left here."""
+        """Return all values and empty the object."""
         whole = np.empty(len(self), self._dtype)
         self.move_to(whole)
         return whole
@@ -415,7 +415,7 @@ def _rows(
     joined = b"\n".join(lines)
     if layout.delimiter is None:
         split = bytes.split
-    elif b'"' not in joined and b" " not in joined:  # one call per line where nothing needs care
+    elif b'"' not in joined and b" " not in joined:  # one call per line without special cases
         split = methodcaller("split", layout.delimiter.encode())
     rows = list(map(split, lines))
     if set(map(len, rows)) == {width}:
@@ -434,7 +434,7 @@ def _scores(cells: Sequence[bytes], where: Where) -> NDArray[Any]:
     try:
         scores = np.fromiter(map(float, cells), np.float64, count=len(cells))
     except ValueError:
-        scores = np.full(len(cells), np.nan)  # the search below finds the culprit
+        scores = np.full(len(cells), np.nan)  # the search below finds the line
     if b"_" in b"".join(cells) or np.isnan(scores).any():
         for place, cell in enumerate(cells):
             if not _is_number(cell):

@@ -70,7 +70,7 @@ class SampleSet(Protocol):
 
 
 def path_inside(folder: Path, name: str) -> Path:
-    """Path of a file below ``folder``; ``CorruptSample`` where it is elsewhere or no name."""
+    """Path of a file below ``folder``; ``CorruptSample`` if it is outside or not a file name."""
     try:
         path = (folder / name).resolve()
         is_inside = path.is_relative_to(folder.resolve())
@@ -113,13 +113,13 @@ def decoded_images(encoded: Callable[[int], bytes], number: int, size: int = IMA
 
 
 def folder_images(folder: Path, names: Sequence[str], size: int = IMAGE_SIZE) -> Images:
-    """Images of a folder; one that has none of the first is refused, with a hint where they are."""
+    """Images of a folder; a folder without the first ones is refused, with a hint."""
     first = names[:_LOOK_AT]
     if first and not any(is_file(folder / name) for name in first):
         name = Path(first[0])
         others = sorted(folder.glob(f"{glob.escape(str(name.with_suffix('')))}.*"))
         below = sorted(folder.glob(f"*/{glob.escape(str(name))}"))
-        hint = "give the folder that the names start in with --images"
+        hint = "give the folder that the names are relative to with --images"
         if others:
             hint = f"there is {others[0].name!r}: pass --extension {others[0].suffix[1:]}"
         elif below:
@@ -180,20 +180,20 @@ def write_embeddings(
 ) -> Path:
     """Embed all samples into a safetensors file that ``read_embeddings`` reads.
 
-    A run that was killed resumes where it was; the finished file is the same, byte for byte, if the
-    model's answers are. Only the owner can read it: embeddings of faces and voices are personal
-    data. That of recordings also has the tensor ``seconds``.
+    An interrupted run resumes; the finished file is the same, byte for byte, if the model's outputs
+    are. Only the owner can read it: embeddings of faces and voices are personal data. For
+    recordings, the file also has the tensor ``seconds``.
 
     Args:
         model: Its method ``embed`` takes RGB images ``[B, H, W, 3]``, or one 16 kHz waveform.
         samples: RGB images of one size, or recordings.
         out: The file to write, ``.safetensors``.
         keys: A distinct name for every sample; ``samples.names`` by default.
-        model_id: Identifies the weights; a part that was begun with others is refused.
+        model_id: Identifies the weights; a partial file of other weights is refused.
         flip: ``"sum"`` adds the embedding of an image's mirror image, ``"both"`` appends it.
-        batch_size: Samples that go through the model together; recordings go alone.
-        num_workers: Threads that decode.
-        restart: Discard a part that other inputs made.
+        batch_size: Samples per call of the model; always one for recordings.
+        num_workers: Decoding threads.
+        restart: Discard a partial file of other inputs.
         progress: Called with the samples done and their number.
     """
     out = Path(out)
@@ -222,7 +222,7 @@ def write_embeddings(
         metadata["flip"] = flip
     settings = json.dumps([model_id, flip, batch_size, names])
     fingerprint = hashlib.sha256(settings.encode("utf-8", "surrogatepass")).hexdigest()
-    # created before anything is in it, so that no other user can read it
+    # created empty and private, so that no other user can read it
     os.close(os.open(names_beside(out)[0], os.O_CREAT | os.O_WRONLY, 0o600))
     with ResumableFile(out, fingerprint, restart=restart) as file:
         content: list[bytes] = []
@@ -258,7 +258,7 @@ class _Batch(NamedTuple):
 def _embedded(
     model: Any, batches: Iterable[_Batch], flip: str, names: Sequence[str]
 ) -> Iterator[tuple[Rows, Rows]]:
-    """Embeddings of batches, and the number that comes with each sample."""
+    """Embeddings of batches, and the number of each sample, such as its label."""
     width = None
     for batch in batches:
         rows = _answer(model, batch.samples)
@@ -391,7 +391,7 @@ def embed_turned(
 
 @dataclass(frozen=True)
 class FileRow:
-    """Outcome for one file: the number of its embedding, or why it has none."""
+    """Outcome for one file: the row of its embedding, or the reason why it has none."""
 
     key: str
     row: int | None
@@ -418,7 +418,7 @@ def find_files(folder: str | Path, modality: str) -> list[str]:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give one with files in it")
     if modality not in EXTENSIONS:
-        raise ConfigError(f"the model takes {modality}, which are no files; embed them in Python")
+        raise ConfigError(f"the model takes {modality}, which are not files; embed them in Python")
     names = []
     for place, _, files in os.walk(folder):
         paths = [Path(place, file) for file in files]
@@ -466,7 +466,7 @@ def embed_files(
             if num_bad > max_corrupt:
                 raise DataError(
                     f"{num_bad} files cannot be embedded and {max_corrupt} may be left out, the "
-                    f"last because {problem}; look at them, or allow more"
+                    f"last because {problem}; check them, or allow more"
                 )
         if progress is not None:
             progress(len(files), len(names))
@@ -495,7 +495,7 @@ def write_embedding_file(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write named embeddings as ``.safetensors`` or ``.npz``, for their owner alone."""
+    """Write named embeddings as ``.safetensors`` or ``.npz``, readable by the owner only."""
     path = check_suffix(path)
     if path.suffix == ".npz":
         buffer = io.BytesIO()
@@ -512,7 +512,7 @@ def write_embedding_file(
 
 
 def write_manifest(path: str | Path, files: Iterable[FileRow]) -> None:
-    """Write the outcome for every file as CSV, for its owner alone; no cell is a formula."""
+    """Write the outcome for every file as CSV, readable by the owner only, without formulas."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(_COLUMNS)
@@ -524,15 +524,15 @@ def write_manifest(path: str | Path, files: Iterable[FileRow]) -> None:
 
 
 def check_suffix(path: str | Path) -> Path:
-    """The path, if embeddings can be written under its name."""
+    """Return the path; raise if embeddings cannot be written to its suffix."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
-        raise ConfigError(f"{path} is no file of embeddings; let it end in {' or '.join(SUFFIXES)}")
+        raise ConfigError(f"{path} cannot hold embeddings; let it end in {' or '.join(SUFFIXES)}")
     return path
 
 
 def write_private(path: str | Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a file with mode 0600 from its first byte on, whole or not at all."""
+    """Write a file with mode 0600, completely or not at all."""
     with replacing(Path(path)) as temporary:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:

@@ -28,7 +28,7 @@ from qmargin.files import check_regular, is_file, open_regular, sha256_of
 Entry = tuple[str, NDArray[Any], str]  # name, vector [d], place in the file for messages
 FORMAT = "qmargin-embeddings"
 EMBEDDINGS_MARK = f'"format": "{FORMAT}"'
-COLLAPSED = 1e-4  # embeddings whose cosines are this near to 1 in the mean say nothing
+COLLAPSED = 1e-4  # embeddings with a mean cosine this near to 1 have collapsed
 _ROWS_LOOKED_AT = 4096
 _ROWS_CHECKED = 8192  # at once
 _READERS = (".npz", ".safetensors", ".ark", ".scp")
@@ -44,7 +44,7 @@ class Embeddings:
     keys: tuple[str, ...]  # [n]
     matrix: NDArray[Any]  # float32 or float64 [n, d], finite
     source: Source
-    weights_sha256: str | None = None  # of the model that made them, where the file says so
+    weights_sha256: str | None = None  # of the model, where the file names it
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -65,12 +65,12 @@ def read_embeddings(path: str | Path, *, role: str = "embeddings") -> Embeddings
     - ``.ark``: a Kaldi archive, binary or text, of vectors or of matrices with one row;
     - ``.scp``: a Kaldi script file that points into archives. Commands in it are refused.
 
-    ``role`` says what the file is to the evaluation.
+    ``role`` is the purpose of the file in the evaluation.
     """
     path = Path(path)
     suffix, metadata = path.suffix.lower(), dict[str, str]()
     if suffix not in _READERS:
-        raise DataError(f"{path} is no file of embeddings: it has to end in {', '.join(_READERS)}")
+        raise DataError(f"{path} cannot hold embeddings: it has to end in {', '.join(_READERS)}")
     check_regular(path)
     if suffix == ".npz":
         arrays = read_npz(path)
@@ -108,7 +108,7 @@ def _embeddings(
 
 
 def map_embeddings(path: str | Path) -> Embeddings:
-    """Embeddings of a file; those that ``write_embeddings`` wrote stay on the disk until used."""
+    """Embeddings of a file; those of ``write_embeddings`` are memory-mapped."""
     path = Path(path)
     if path.suffix.lower() != ".safetensors":
         return read_embeddings(path)
@@ -119,14 +119,14 @@ def map_embeddings(path: str | Path) -> Embeddings:
     is_ours = tensor is not None and tensor["dtype"] == "F32" and len(tensor["shape"]) == 2
     keys = _stored_keys(path, metadata)
     if not is_ours or not keys or len(set(keys)) != tensor["shape"][0]:
-        return read_embeddings(path)  # which says what is wrong with it
+        return read_embeddings(path)  # which reports the problem
     begin = 8 + length + tensor["data_offsets"][0]
     rows: NDArray[Any] = np.memmap(path, "<f4", "r", begin, tuple(tensor["shape"]))
     return _embeddings(path, keys, rows, metadata, "embeddings")
 
 
 def stored_flip(path: str | Path) -> str | None:
-    """How mirror images entered a file of embeddings; None where it does not say."""
+    """How a file of embeddings uses mirror images; None if it does not say."""
     is_known = Path(path).suffix.lower() == ".safetensors"
     return _open_safetensors(Path(path), ())[1].get("flip") if is_known else None
 
@@ -160,7 +160,7 @@ def read_seconds(path: str | Path) -> dict[str, float]:
 
 
 def collapse_note(matrix: NDArray[Any]) -> str | None:
-    """A note where embeddings all but coincide, from at most some thousand rows; or None."""
+    """Note on embeddings that nearly coincide, from at most some thousand rows; or None."""
     rows = np.asarray(matrix[:: max(1, len(matrix) // _ROWS_LOOKED_AT)], np.float64)
     lengths = np.sqrt(np.sum(rows * rows, axis=1, keepdims=True))
     rows = rows[lengths[:, 0] > 0] / lengths[lengths[:, 0] > 0]
@@ -172,7 +172,7 @@ def collapse_note(matrix: NDArray[Any]) -> str | None:
         return None
     return (
         f"embeddings have collapsed: the mean cosine of {len(rows):,} of them is {cosine:.7g}, so "
-        "nothing tells subjects apart; look at the training, or at the inputs"
+        "subjects cannot be told apart; check the training run, or the inputs"
     )
 
 
@@ -191,7 +191,7 @@ def _from_arrays(
             )
         return [_text(path, key) for key in keys], _as_float(path, matrix)
     if "keys" in arrays or (arrays.keys() == {"embeddings"} and arrays["embeddings"].ndim == 2):
-        raise DataError(f"{path}: embeddings and keys go together, and one of them is missing")
+        raise DataError(f"{path}: one of embeddings and keys is missing: give both")
     return _stacked(path, [(name, array, repr(name)) for name, array in arrays.items()])
 
 
@@ -290,7 +290,7 @@ def _pointed(path: str | Path, place: str, line: bytes) -> Entry:
     # Kaldi means the working folder; files that moved keep together
     found = next(filter(is_file, (Path(archive), Path(path).parent / archive)), None)
     if found is None:
-        raise DataError(f"{where}: the archive {archive[:80]!r} does not exist, or is no file")
+        raise DataError(f"{where}: the archive {archive[:80]!r} does not exist, or is not a file")
     with open_regular(found) as file:
         size = file.seek(0, 2)
         if int(offset) >= size:
@@ -339,14 +339,14 @@ def _read_binary(file: BinaryIO, where: str) -> NDArray[Any]:
         content = file.read(5)
         size = struct.unpack("<i", content[1:])[0] if len(content) == 5 else -1
         if content[:1] != b"\4" or size < 0:
-            raise DataError(f"{where} has no size where one belongs: the archive is damaged")
+            raise DataError(f"{where} has no size where one is expected: the archive is damaged")
         shape.append(size)
     dtype = np.dtype(_TYPES[kind])
     num_bytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
     here = file.tell()
     available = file.seek(0, 2) - here
     file.seek(here)
-    if num_bytes > available:  # before memory is taken for it
+    if num_bytes > available:  # before memory is allocated
         raise DataError(
             f"{where} should hold {num_bytes:,} bytes, but {available:,} follow: it is cut short"
         )

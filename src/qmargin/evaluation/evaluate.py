@@ -1,4 +1,4 @@
-"""From scored trials to a ``Result``: every metric, with its interval and what it is worth."""
+"""From scored trials to a ``Result``: every metric, with its interval and status."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ StageProgress = Callable[[str, int, int], None]
 DET_POINTS = 400
 HISTOGRAM_BINS = 64
 RELIABILITY_BINS = 20
-NARROW = 1e-4  # of the largest score: scores that differ by less are of a system that collapsed
+NARROW = 1e-4  # of the largest score: a system whose scores differ by less has collapsed
 MANY_TRIALS = 1 << 20  # from here on, one thread draws replicates while another measures
 _BAND_POINTS = 25
 _LARGEST_BAND_FAR = 0.5
@@ -82,7 +82,7 @@ class EvaluationOptions:
         name: Name of the system.
         protocol: Name of the trials.
         kind: Kind of the protocol; this and the next three are fields of ``ProtocolInfo``.
-        run: The training run behind the system; None where it is not known.
+        run: The training run of the system; None if unknown.
         fars: False accept rates at which to measure TAR.
         p_targets: Priors of minDCF.
         rule: How the threshold of a FAR is chosen: conservative, nearest or interpolated.
@@ -94,9 +94,9 @@ class EvaluationOptions:
         seed: Seed of the bootstrap.
         level: Level of the intervals.
         num_hardest: Hardest trials to keep of each kind.
-        metrics: Names of registered metrics to measure besides; None for all of them.
+        metrics: Names of registered metrics to measure as well; None for all of them.
         model_card: Facts about the system.
-        sources: Files that were read besides those of the scores.
+        sources: Files that were read, other than those of the scores.
         notes: Further notes of the result.
     """
 
@@ -127,7 +127,7 @@ class EvaluationOptions:
         for name, values in (("far", self.fars), ("p_target", self.p_targets)):
             for value in values:
                 if not 0.0 < value < 1.0:
-                    raise ConfigError(f"{name}={value:g} is outside (0, 1): give such as 0.001")
+                    raise ConfigError(f"{name}={value:g} is outside (0, 1): try 0.001")
             if not values or len(set(values)) < len(values):
                 raise ConfigError(f"{name} has the values {values}: give at least one, each once")
         if self.rule not in RULES:
@@ -158,8 +158,8 @@ def evaluate_scores(
     Args:
         score_set: Scored trials, or a file of them that ``read_scores`` reads.
         options: What to measure.
-        command: What was run, for the record.
-        progress: Called with a stage, how much of it is done, and its total.
+        command: The command line, for the record.
+        progress: Called with a stage, its progress and its total.
 
     Raises:
         ProtocolError: There are no genuine or no impostor trials.
@@ -204,7 +204,7 @@ def evaluate_scores(
 
 @dataclass(frozen=True)
 class Measured:
-    """What is measured without drawing subjects."""
+    """Measures without a bootstrap."""
 
     eer: Eer
     min_dcf: tuple[MinDcf, ...]  # one for each prior
@@ -243,7 +243,7 @@ def registered_measures(
     sides = []
     for scores in (genuine, impostor):
         view = scores.view()
-        view.flags.writeable = False  # a metric that sorts in place would spoil the others
+        view.flags.writeable = False  # a metric that sorts in place would affect the others
         sides.append(view)
     found: dict[str, Measure] = {}
     for name in registry.metrics.names() if names is None else names:
@@ -274,7 +274,7 @@ def new_result(
     hardest: Hardest | None = None,
     groups: GroupAudit | None = None,
 ) -> Result:
-    """Put measures, their intervals and what is known of the trials together."""
+    """Combine measures, their intervals and the facts about the trials."""
     curve = found.curve
     return Result(
         system=System(options.name, options.model_card),
@@ -329,21 +329,21 @@ def new_result(
 
 
 def _notes(score_set: ScoreSet) -> Iterator[str]:
-    """What is odd about the trials, though they can be measured."""
+    """Notes on problems of trials that can still be measured."""
     num_mirrored, num_self = score_set.pair_counts
     low, high = float(score_set.scores.min()), float(score_set.scores.max())
     if high - low <= NARROW * max(abs(low), abs(high)) or low == high:
         span = f"are {low!r}" if low == high else f"lie from {low!r} to {high!r}"
         yield (
             f"all {len(score_set):,} scores {span}: such a system does not tell subjects apart; "
-            "look at its embeddings"
+            "check its embeddings"
         )
     if num_mirrored:
         yield f"{num_mirrored:,} pairs occur in both orders and count twice: remove one order"
     if num_self:
         yield (
-            f"{num_self:,} trials compare a sample with itself, which says nothing about "
-            "others: remove them"
+            f"{num_self:,} trials compare a sample with itself, which does not measure "
+            "recognition: remove them"
         )
 
 
@@ -394,7 +394,7 @@ def _finite(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Confidence intervals and how they were made."""
+    """Confidence intervals and their method."""
 
     method: IntervalMethod
     tar: dict[float, Ends] = field(default_factory=dict)
@@ -413,14 +413,14 @@ def find_intervals(
 ) -> Intervals:
     """The best intervals that the trials allow.
 
-    Subjects are drawn where they are known, files where only those are; without names the trials
-    are taken for independent (Wilson), which makes intervals too narrow.
+    Subjects are resampled if they are known, otherwise files; without names the trials are treated
+    as independent (Wilson), which makes intervals too narrow.
     """
     if options.num_replicates == 0:
-        return no_intervals(options, "not asked for")
+        return no_intervals(options, "not requested")
     num_genuine = int(score_set.is_genuine.sum())
     if subjects is None:
-        note = "trials have no names, so they are taken for independent: intervals are too narrow"
+        note = "trials have no names and are treated as independent: intervals are too narrow"
         method = IntervalMethod("wilson", options.level, 0, options.seed, note)
         tar = {
             point.far_target: wilson(round(point.tar * num_genuine), num_genuine, options.level)
@@ -447,7 +447,7 @@ def find_intervals(
 
 
 def no_intervals(options: EvaluationOptions, why: str) -> Intervals:
-    """Where there are none, the reason."""
+    """The reason why there are none."""
     return Intervals(IntervalMethod("none", options.level, 0, options.seed, why))
 
 
@@ -497,7 +497,7 @@ def _optional(values: Floats) -> tuple[float | None, ...]:
 
 
 def as_trials(score_set: ScoreSet, subjects: Subjects) -> Trials:
-    """The trials as the bootstrap and the audit of groups take them."""
+    """The trials in the form of the bootstrap and the audit of groups."""
     return Trials(
         score_set.scores, score_set.is_genuine, subjects.enrol, subjects.test, subjects.names
     )
@@ -514,7 +514,7 @@ def common_point(points: Sequence[TarPoint], options: EvaluationOptions) -> TarP
 
 
 def group_row(name: str, fmr: GroupRate, fnmr: GroupRate) -> GroupRow:
-    """Both rates of a group as a result has them."""
+    """Both rates of a group, for a result."""
     return GroupRow(
         group=name,
         fmr=fmr.rate,
@@ -549,7 +549,7 @@ def audit_groups(
         for spread in (rates.fmr, rates.fnmr)
     )
     numbers = {
-        "impostor trials of two groups count in none": rates.num_cross_impostors,
+        "impostor trials between two groups are left out": rates.num_cross_impostors,
         "trials have a subject without a group": rates.num_ungrouped_trials,
     }
     notes = [f"FMR: {rates.fmr.note}"] if rates.fmr.note else []

@@ -135,9 +135,9 @@ def write_prototypes(run: str | Path, path: str | Path) -> int:
 def add_thresholds(
     directory: str | Path, result: str | Path, *, flip: str | None = None, is_trusted: bool = False
 ) -> Thresholds:
-    """Put the operating points of a result file into the directory of the evaluated model.
+    """Add the operating points of a result file to the directory of the evaluated model.
 
-    ``flip`` says how images were embedded where the result does not. A result that names no
+    ``flip`` says how images were embedded if the result does not. A result without a hash of the
     weights has to be trusted to be of this model.
     """
     from qmargin.models.directory import THRESHOLDS, add_facts, read_card
@@ -175,7 +175,7 @@ def input_of(recipe: Recipe) -> tuple[str, tuple[int, ...]]:
     if recipe.data.kind == "images":
         size = decode_settings(int, recipe.data.options.get("size", 112), "data.options.size")
         return "images", (3, size, size)
-    sample, _ = _computed(recipe).read(0, 0)  # computed data has no other record of its shape
+    sample, _ = _computed(recipe).read(0, 0)  # computed data record their shape nowhere else
     shape = tuple(sample.shape)
     is_image = len(shape) == 3 and shape[0] == 3
     return ("images" if is_image else "arrays"), shape
@@ -191,7 +191,7 @@ def _pixels_of(recipe: Recipe) -> str:
 
 
 def _computed(recipe: Recipe) -> Dataset:
-    """Data that are computed when they are read, without computing all of them beforehand."""
+    """Data that are computed when they are read, not all beforehand."""
     from qmargin.training.build import build_dataset
 
     options = {name: v for name, v in recipe.data.options.items() if name != "in_memory"}
@@ -240,7 +240,7 @@ def _read_weights(checkpoint: Checkpoint, weights: str) -> dict[str, Tensor]:
     path = checkpoint.path.parent.parent / (AVERAGE if weights == "average" else MOVING_AVERAGE)
     if not path.is_file():
         raise ConfigError(
-            f"{path} does not exist: the recipe did not ask for it, export the weights 'last'"
+            f"{path} does not exist: the recipe does not request it; export the weights 'last'"
         )
     return read_tensors(path)
 
@@ -285,7 +285,7 @@ class Thresholds:
     num_impostors: int
     flip: str  # "sum" where the embedding of an image's mirror image is added, else "none"
     points: tuple[TarPoint, ...]  # those of the result that could be measured
-    calibration: AffineMap | None  # None where the trials could not tell
+    calibration: AffineMap | None  # None where the trials did not allow it
     result_sha256: str
     det: Det | None = field(default=None, metadata=NEW)  # without its band; None in older files
     histogram: Histogram | None = field(default=None, metadata=NEW)  # of the scores, likewise
@@ -316,7 +316,7 @@ def thresholds_of(
 ) -> Thresholds:
     """Operating points of a result, for the model of these weights.
 
-    A result of other weights, of templates, or of scores that are no plain cosines is refused.
+    A result of other weights, of templates, or of scores other than plain cosines is refused.
     """
     evaluated, protocol = result.weights_sha256, result.protocol
     if evaluated is None and not is_trusted:
@@ -332,7 +332,7 @@ def thresholds_of(
         )
     if protocol.pooling is not None:
         raise DataError(
-            f"{protocol.name} compared templates of many images, whose scores are others than "
+            f"{protocol.name} compared templates of many images, whose scores differ from "
             "those of two; evaluate pairs, as in `qmargin evaluate lfw` or `pairs`"
         )
     normalised = [source.role for source in result.sources if source.role in ("cohort", "center")]
@@ -364,7 +364,7 @@ def thresholds_of(
 
 
 def write_thresholds(path: str | Path, thresholds: Thresholds) -> None:
-    """Write ``thresholds.json``, whole or not at all."""
+    """Write ``thresholds.json``, completely or not at all."""
     content = {"format": FORMAT, "version": VERSION, **encode(thresholds, "thresholds")}
     _parse(json.loads(json.dumps(content)), str(path))  # a NaN in the wrong place
     write_atomically(path, (json.dumps(content, allow_nan=False, indent=1) + "\n").encode())
@@ -378,5 +378,5 @@ def read_thresholds(path: str | Path) -> Thresholds:
 def _parse(content: Any, source: str) -> Thresholds:
     is_ours = isinstance(content, Mapping) and content.get("format") == FORMAT
     if not is_ours or content.get("version") != VERSION:
-        raise DataError(f"{source} is no {FORMAT} file of version {VERSION}; export again")
+        raise DataError(f"{source} is not a {FORMAT} file of version {VERSION}; export again")
     return cast(Thresholds, decode(Thresholds, content, f"{source}:"))

@@ -42,7 +42,7 @@ Pixels = NDArray[np.uint8]  # [H, W, 3]
 
 
 class Inputs:
-    """Makes batches of samples as a model takes them; ``fit`` as in ``load_model``.
+    """Makes the input batches of a model from samples; ``fit`` as in ``load_model``.
 
     ``max_pixels`` and ``max_seconds`` refuse larger files by their headers.
     """
@@ -162,7 +162,7 @@ class Inputs:
         return pixels
 
     def _waveform(self, item: Any, name: str) -> NDArray[np.float32]:
-        """Samples at 16 kHz; what is too short for a network is repeated."""
+        """Samples at 16 kHz; recordings that are too short for a network are repeated."""
         from qmargin.data.audio import decode_audio, repeated
 
         if isinstance(item, str | Path | bytes):
@@ -184,9 +184,9 @@ class Verification:
     """Outcome of a comparison of two samples."""
 
     score: float  # cosine of the two embeddings
-    far: float | None  # at which a decision was asked for
+    far: float | None  # of the requested decision
     threshold: float | None  # scores at or above it are of one identity; None: no score is enough
-    is_same: bool | None  # the decision; None where none was asked for
+    is_same: bool | None  # the decision; None where none was requested
     llr: float | None  # natural log-likelihood ratio; None where the model is not calibrated
 
 
@@ -216,7 +216,7 @@ class Model:
     def embed(
         self, inputs: Any, *, batch_size: int = 64, flip: str = "none"
     ) -> NDArray[np.float32]:
-        """Embeddings ``[n, d]`` as the network gives them: not of unit length.
+        """Compute embeddings ``[n, d]``, the outputs of the network, not of unit length.
 
         Args:
             inputs: For images: a list of paths, Pillow images or arrays ``[H, W, 3]``, or one array
@@ -258,15 +258,15 @@ class Model:
         return found
 
     def verify(self, first: Any, second: Any, *, far: float | None = None) -> Verification:
-        """Compare two samples, made into embeddings as the model's own evaluation did.
+        """Compare two samples, embedded as in the model's own evaluation.
 
         Args:
-            first: One element of what ``embed`` takes.
-            second: Another.
+            first: One element of the inputs of ``embed``.
+            second: A second one.
             far: Decide at the threshold of this false acceptance rate; None not to decide.
 
         Raises:
-            ConfigError: A decision is asked for and the model has no thresholds.
+            ConfigError: A decision is requested and the model has no thresholds.
             ProtocolError: Its evaluation did not measure this rate.
         """
         thresholds = self.thresholds
@@ -297,11 +297,11 @@ def load_model(
     Args:
         directory: With ``backbone.safetensors``, ``card.json`` and perhaps ``thresholds.json``; or
             the output folder of ``qmargin train``.
-        device: Where the network runs; ``"auto"`` is a GPU where there is one.
-        fit: What to do with images of another size than the model's: ``"exact"`` refuses them,
-            ``"resize"`` scales them if they have the same proportions, ``"align"`` finds the face
-            in every image, of whatever size, and aligns it, and ``"auto"`` does so for those of
-            another size.
+        device: Where the network runs; ``"auto"`` takes a GPU if there is one.
+        fit: What to do with images that do not have the model's size: ``"exact"`` refuses them,
+            ``"resize"`` scales them if they have the same proportions, ``"align"`` finds and aligns
+            the face in every image, whatever its size, and ``"auto"`` does so for images of a
+            different size.
 
     Raises:
         ConfigError: The device cannot be used on this machine.

@@ -33,7 +33,7 @@ STATUSES = ("ok", "few", "not measurable")
 
 @dataclass(frozen=True)
 class System:
-    """What made the scores: a name, and facts for people."""
+    """The system that made the scores: a name, and facts to display."""
 
     name: str
     model_card: dict[str, str] | None = None
@@ -61,9 +61,9 @@ class TrainingPoint:
 class RunInfo:
     """The training run behind a result. Reports group by these fields."""
 
-    recipe_sha256: str  # of everything that decides the outcome of the run
+    recipe_sha256: str  # of all settings that decide the outcome of the run
     arm: str  # short name of the loss settings; runs of one arm differ in their seed
-    title: str  # the arm as tables show it
+    title: str  # title of the arm in tables
     divergence: str  # "alpha", or the name of a registered divergence
     alpha: float | None  # main number of the divergence
     margins: tuple[MarginInfo, ...]
@@ -109,7 +109,7 @@ def read_run(path: str | Path) -> RunInfo:
 
 @dataclass(frozen=True)
 class IntervalMethod:
-    """How intervals were made: ``"subject bootstrap"``, ``"file bootstrap"``, ``"wilson"``."""
+    """Method of the intervals: ``"subject bootstrap"``, ``"file bootstrap"``, ``"wilson"``."""
 
     method: str
     level: float
@@ -248,7 +248,7 @@ class Reliability:
 
 @dataclass(frozen=True)
 class CalibrationCurve:
-    """``scale * score + offset`` is a log-likelihood ratio, as far as these trials can tell."""
+    """``scale * score + offset`` is a log-likelihood ratio, fitted to these trials."""
 
     scale: float
     offset: float
@@ -337,7 +337,7 @@ class Result:
     """One system on one protocol."""
 
     system: System
-    run: RunInfo | None  # None where the scores come from elsewhere
+    run: RunInfo | None  # None for scores of other programs
     protocol: ProtocolInfo
     sources: tuple[Source, ...]
     measures: Measures
@@ -354,7 +354,7 @@ class Result:
 
     @property
     def weights_sha256(self) -> str | None:
-        """Hash of the evaluated weights; None where it is not known."""
+        """Hash of the evaluated weights; None if unknown."""
         known = None if self.run is None else self.run.checkpoint_sha256
         return known or (self.system.model_card or {}).get("weights_sha256")
 
@@ -399,7 +399,7 @@ def result_from_json(content: object, source: str = "result") -> Result:
 
 
 def _from_version_1(content: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Entries of a version-1 file under their names of today; what it did not have is None."""
+    """Entries of a version-1 file under their current names; missing ones are None."""
 
     def part(name: str, kind: type, default: Any = ...) -> Any:
         value = content.get(name, default)
@@ -460,7 +460,7 @@ def without_paths(result: Result) -> Result:
     sources = (replace(source, path=without_folders(source.path)) for source in result.sources)
     try:
         words = shlex.split(result.command)
-    except ValueError:  # not a command line of ours
+    except ValueError:  # not a command line of this package
         words = result.command.split()
     command = result.command
     if any(without_folders(word) != word for word in words):
@@ -490,7 +490,7 @@ def _with_short_keys(hardest: Hardest) -> Hardest:
 def write_result(path: str | Path, result: Result, *, keep_paths: bool = False) -> None:
     """Write ``result.json`` atomically; paths are shortened by ``without_paths`` unless kept."""
     content = result_to_json(result if keep_paths else without_paths(result))
-    result_from_json(json.loads(json.dumps(content)), str(path))  # a NaN in the wrong place
+    result_from_json(json.loads(json.dumps(content)), str(path))  # a NaN where none is allowed
     text = json.dumps(content, allow_nan=False, indent=1)
     write_atomically(path, (text + "\n").encode("utf-8"))
 

@@ -1,7 +1,8 @@
-"""Files that are written in parts, by as many runs as it takes.
+"""Files that are written in parts, over several runs if needed.
 
-Until ``scores.tsv`` is whole, ``scores.tsv.partial`` has its rows and ``scores.tsv.progress`` says
-how many rows and bytes are certain, and of which inputs; later bytes are cut off and written again.
+Until ``scores.tsv`` is complete, ``scores.tsv.partial`` has its rows and ``scores.tsv.progress``
+says how many rows and bytes are safely written, and from which inputs; later bytes are cut off and
+written again.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ PROGRESS_MARK = f'"format": "{FORMAT}"'
 
 
 def names_beside(path: Path) -> tuple[Path, Path]:
-    """The part that is written so far, and the record of it."""
+    """The partial file, and its progress record."""
     return path.with_name(path.name + ".partial"), path.with_name(path.name + ".progress")
 
 
 class ResumableFile:
-    """Rows that survive a kill; continue after the ``num_done`` rows that are certain.
+    """Rows that survive a kill; continue after the ``num_done`` rows that are safely written.
 
-    A part with another ``fingerprint`` of the inputs is refused, or discarded by ``restart``.
-    ``guard`` decides whether an existing file is replaced.
+    A partial file with a different ``fingerprint`` of the inputs is refused, or discarded by
+    ``restart``. ``guard`` decides whether an existing file is replaced.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class ResumableFile:
             raise
 
     def _resume(self) -> None:
-        remedy = "delete it or pass --restart to begin again"
+        remedy = "delete it or pass --restart to start again"
         try:
             record = json.loads(self.record.read_bytes())
             num_done, num_bytes = int(record["num_done"]), int(record["num_bytes"])
@@ -74,18 +75,18 @@ class ResumableFile:
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise DataError(f"{self.record} is not a progress record: {remedy}") from error
         if fingerprint != self._fingerprint:
-            raise DataError(f"{self.partial} was begun with other inputs or options: {remedy}")
+            raise DataError(f"{self.partial} was written with other inputs or options: {remedy}")
         self._file.seek(0)
         left = num_bytes
         while left > 0 and (chunk := self._file.read(min(left, CHUNK_BYTES))):
             self._digest.update(chunk)
             left -= len(chunk)
         if left or self._digest.hexdigest() != expected:
-            raise DataError(f"{self.partial} is not what {self.record} describes: {remedy}")
+            raise DataError(f"{self.partial} does not match {self.record}: {remedy}")
         self.num_done, self._num_bytes = num_done, num_bytes
 
     def append(self, content: bytes, num_rows: int) -> None:
-        """Add rows; when this returns, they are certain."""
+        """Add rows; when this returns, they are safely written."""
         self._file.write(content)
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -102,7 +103,7 @@ class ResumableFile:
         write_atomically(self.record, json.dumps(record).encode())
 
     def finish(self) -> None:
-        """Give the file its name; where that is refused, the part stays as it is."""
+        """Give the file its final name; if that is refused, keep the partial file."""
         if self._guard is not None:
             self._guard.check_content(self.path, self._digest.hexdigest())
         self.partial.replace(self.path)
@@ -110,7 +111,7 @@ class ResumableFile:
         self.record.unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove the part and its record, once their content is elsewhere."""
+        """Remove the partial file and its record, once their content is stored elsewhere."""
         for path in (self.record, self.partial):
             path.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Score files that any tool made: text tables in the usual column orders, and NPZ."""
+"""Score files of any tool: text tables in the usual column orders, and NPZ."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ScoreSet:
 
 
 class _Raw(NamedTuple):
-    """A score file as it is: labels and names may be missing."""
+    """Content of a score file; labels and names may be missing."""
 
     scores: Floats
     is_genuine: Bools | None
@@ -168,7 +168,7 @@ def _join_trials(raw: _Raw, trials: TrialList, *, ignore_extra: bool) -> ScoreSe
 
 
 def _read_npz(path: str | Path) -> _Raw:
-    """Scores of an NPZ file: ``genuine`` and ``impostor``, or ``scores`` and its companions."""
+    """Scores of an NPZ file: ``genuine`` and ``impostor``, or ``scores`` and related arrays."""
     source = Source(str(path), sha256_of(path), "scores")
     with open_npz(path) as npz:
         if {"genuine", "impostor"} <= npz.shapes.keys():

@@ -41,7 +41,7 @@ class CohortNorm:
 
 
 class TrialSides(NamedTuple):
-    """What trials are scored by: one row for every name."""
+    """Data for scoring trials: one row for every name."""
 
     unit: Floats  # directions of the centred embeddings, [names, d]
     lengths: Floats  # their lengths, [names]
@@ -101,20 +101,20 @@ def score_trials(
 ) -> Path:
     """Score every trial and write ``out``: a table with the columns enrol, test, score, label.
 
-    After a kill, call it again: it continues after the last complete block, and the finished
-    file is the same, byte for byte. Scores are written in full precision and do
-    not depend on ``block``. A quote precedes a name that a spreadsheet would take for a formula;
+    After an interruption, call it again: it continues after the last complete block, and the
+    finished file is the same, byte for byte. Scores are written in full precision and do not depend
+    on ``block``. A quote precedes a name that a spreadsheet would take for a formula;
     ``read_scores`` removes it.
 
     Args:
         embeddings: One for every name in ``trials``.
         trials: Pairs to compare.
-        out: The file to write; ``guard`` decides whether an existing one is replaced.
+        out: The file to write.
         norm: AS-norm by a cohort; plain cosines without it.
         center: Its mean is subtracted from every embedding first, the cohort's too.
         block: Trials between two records of progress.
-        restart: Discard a part that other inputs or options made.
-        guard: None to replace an existing file always.
+        restart: Discard a partial file of other inputs or options.
+        guard: Decides whether an existing file is replaced; None to always replace it.
         progress: Called with the trials done and their number.
     """
     if block < 1:
@@ -186,7 +186,7 @@ def nearest_moments(
     Args:
         unit: Rows of length one, ``[n, d]``.
         others: The cohort, likewise, ``[C, d]``.
-        top_n: How many count, from 2 to ``C``.
+        top_n: Number of highest cosines, from 2 to ``C``.
         name: Name of the cohort, for messages.
         progress: Called with the rows done and their number.
     """
@@ -218,7 +218,7 @@ def _name_cells(names: Sequence[str]) -> list[str]:
 
 
 def _content(embeddings: Embeddings) -> str:
-    """Hash of what was read: that of a script file says nothing about its archives."""
+    """Hash of the vectors that were read: that of a script file does not cover its archives."""
     digest = hashlib.sha256(json.dumps([str(embeddings.matrix.dtype), embeddings.keys]).encode())
     digest.update(np.ascontiguousarray(embeddings.matrix).tobytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Trials: which pairs to compare, which of them are genuine, and who is behind their names."""
+"""Trials: which pairs to compare, which of them are genuine, and their subjects."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TrialKeys:
 
 
 class PairCounts(NamedTuple):
-    """Trials that are allowed and say less than others."""
+    """Counts of trials that are allowed but add little."""
 
     num_mirrored: int  # pairs that occur in both orders
     num_self: int  # trials of a sample with itself
@@ -244,10 +244,10 @@ def subject_columns(columns: Columns) -> TrialKeys | None:
 
 @dataclass(frozen=True)
 class Subjects(TrialKeys):
-    """Subjects on both sides of every trial, and where they come from."""
+    """Subjects on both sides of every trial, and their source."""
 
     note: str = ""
-    are_files: bool = False  # nothing is known but the names of the files
+    are_files: bool = False  # only the names of the files are known
 
 
 def find_subjects(
@@ -274,11 +274,11 @@ def find_subjects(
         folders = folder_subjects(keys.names) if how != "none" else [""]
         if how == "path" and "" in folders:
             name = min(keys.names, key=lambda name: name.count("/"))
-            raise DataError(f"the name {name!r} has no folder of its own as a subject: give a file")
+            raise DataError(f"the name {name!r} has no folder that can be its subject: give a file")
         if "" not in folders:
             found = _of_names(keys, folders, "subjects are folders in the names")
         if "" in folders or (how == "auto" and _contradiction(found, score_set) is not None):
-            note = "subjects are not known: files are drawn instead, so intervals are too narrow"
+            note = "subjects are not known: files are resampled, so intervals are too narrow"
             found = Subjects(keys.names, keys.enrol, keys.test, note, are_files=True)
     row = _contradiction(found, score_set)
     if row is not None:
@@ -322,6 +322,6 @@ def _mapped(score_set: ScoreSet, mapping: dict[str, str]) -> Subjects:
 def _contradiction(subjects: Subjects, score_set: ScoreSet) -> int | None:
     """The first genuine trial of two subjects, or impostor trial of one."""
     is_wrong = (subjects.enrol == subjects.test) != score_set.is_genuine
-    if subjects.are_files:  # two files of one subject are what a genuine trial is made of
+    if subjects.are_files:  # a genuine trial has two files of one subject
         is_wrong &= ~score_set.is_genuine
     return first_row(is_wrong)

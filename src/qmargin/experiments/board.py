@@ -1,4 +1,4 @@
-"""What the runs of an experiment do just now, when several of them run at once."""
+"""Progress of the runs of an experiment while several run at once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from qmargin.experiments.run import Run
 from qmargin.terminal import rich_console, start_live
 from qmargin.training.reporting import duration, read_status
 
-SECONDS_BETWEEN_LINES = 20.0  # where there is no terminal
-SHARE_OF_TRAINING = 0.93  # of a run where nothing better is known; the test is the rest
+SECONDS_BETWEEN_LINES = 20.0  # without a terminal
+SHARE_OF_TRAINING = 0.93  # of a run if nothing better is known; the test is the rest
 LEAST_SHARE = 0.03  # of a run that tells how long it takes
 
 
@@ -45,7 +45,7 @@ def seconds_left(
 
 
 class Board:
-    """Shares of the runs that are under way: bars on a terminal, otherwise a line now and then."""
+    """Progress of running runs: bars on a terminal, otherwise a line from time to time."""
 
     def __init__(
         self, stream: TextIO | None = None, *, share_of_training: float = SHARE_OF_TRAINING
@@ -57,20 +57,20 @@ class Board:
         self._bars = _Bars(self._stream) if self._stream.isatty() else None
 
     def start(self, run: Run) -> None:
-        """A run has begun."""
+        """Note that a run has started."""
         self._began[run] = time.monotonic()
 
     def end(self, run: Run) -> None:
-        """A run is over."""
+        """Note that a run has ended."""
         self._began.pop(run, None)
 
     def running(self) -> list[tuple[float, float]]:
-        """Seconds and share of every run that is under way."""
+        """Seconds and share of every running run."""
         now = time.monotonic()
         return [(now - began, self._share(run)) for run, began in self._began.items()]
 
     def look(self, left: float | None) -> None:
-        """Show where the runs are, and the seconds left."""
+        """Show the progress of the runs, and the seconds left."""
         now = time.monotonic()
         if self._bars is None and now - self._said < SECONDS_BETWEEN_LINES:
             return
@@ -85,7 +85,7 @@ class Board:
         self._stream.flush()
 
     def _share(self, run: Run) -> float:
-        """Of the work of a run that is done, by the status that its training writes."""
+        """Share of a run that is done, by its ``status.json``."""
         status = read_status(run.folder)
         step, total = status.get("step"), status.get("total_steps")
         if not isinstance(step, int) or not isinstance(total, int) or total < 1:
@@ -116,7 +116,7 @@ class _Bars:
         start_live(self._live)
 
     def show(self, shares: dict[str, float], about: str) -> None:
-        """Draw the runs that are under way, and no other."""
+        """Draw the bars of the running runs."""
         known = {task.description: task.id for task in self._columns.tasks}
         for name in known.keys() - shares.keys():
             self._columns.remove_task(known[name])

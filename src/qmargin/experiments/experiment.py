@@ -31,7 +31,7 @@ from qmargin.training.recipe_files import apply_settings, read_recipe
 
 Kind = TypeVar("Kind")
 Method = Literal["grid", "random", "optuna"]
-SEARCH_SEED = 1000  # the first of a search; runs that are tested have others
+SEARCH_SEED = 1000  # the first seed of a search; tested runs have others
 SHORT_KEYS = {"alpha": "loss.alpha", "scale": "loss.scale", "margin": "loss.margin"}
 LOSSES = {  # arms by these names start from a loss
     "entmax": "entmax_face",
@@ -49,7 +49,7 @@ TITLES = {
     "magface": "MagFace",
 }
 _PARTS = ("margin", "loss.margin", "loss.divergence")
-FOCUS, RIVALS = "q_margin", ("cosface", "arcface")  # compared where an experiment says nothing
+FOCUS, RIVALS = "q_margin", ("cosface", "arcface")  # the default comparison
 HEADLINE = 1e-4  # FAR of that comparison
 _SECTIONS = (
     *("name", "title", "question", "expected", "recipe", "set", "data", "arms", "seeds"),
@@ -63,12 +63,12 @@ class Arm:
 
     Args:
         title: Display name.
-        settings: Of all its runs, such as ``("loss.preset=cosface",)``.
+        settings: Settings of all its runs, such as ``("loss.preset=cosface",)``.
         axes: Lists and ranges of values to search.
         points: Combinations to try instead of all combinations of ``axes``.
-        like: Arm whose chosen settings this one takes.
-        seeds: Of its runs that are tested; None for those of the experiment.
-        left_out: Combinations of ``axes`` whose reach no margin makes; found by the experiment.
+        like: Arm whose chosen settings this one uses.
+        seeds: Seeds of its tested runs; None for those of the experiment.
+        left_out: Combinations of ``axes`` whose reach no margin can give; set by the experiment.
     """
 
     title: str
@@ -98,12 +98,12 @@ class Search:
         method: ``"grid"`` for every combination, ``"random"``, or ``"optuna"`` (TPE).
         measure: What is optimised: ``"eer"``, or a TAR such as ``"tar@0.001"``. None for the
             strictest TAR that the validation pairs measure well.
-        seeds: Of the runs of each combination; their mean counts.
+        seeds: Seeds of the runs of each combination; their mean counts.
         num_points: Combinations that a random or Optuna search tries for each arm.
-        settings: Of the recipe during the search, such as ``("run.epochs=2",)``.
+        settings: Settings of the recipe during the search, such as ``("run.epochs=2",)``.
         finalists: Combinations of each arm that are trained by the full recipe before one is
             chosen; 0 to choose at once.
-        finalist_seeds: Of the runs of finalists; empty for ``seeds``.
+        finalist_seeds: Seeds of the runs of finalists; empty for ``seeds``.
         prune: Stop runs that are behind, by Optuna's median rule.
     """
 
@@ -136,7 +136,7 @@ class TestProtocol:
         fars: Rates at which TARs are measured; None for those of 1e-2 to 1e-5 that the pairs allow.
         views: Quarter turns of a picture over which scores are averaged.
         normalise: Also measure scores normalised by the prototypes (AS-norm).
-        num_replicates: Of the bootstrap over identities.
+        num_replicates: Replicates of the bootstrap over identities.
         every_epochs: Also measure TAR over training time, every N epochs.
     """
 
@@ -167,19 +167,18 @@ class Experiment:
     """Comparison of several losses: one recipe, the same training and test identities.
 
     Args:
-        name: On the command line and in records.
-        recipe: Everything but the loss; an arm changes it.
-        arms: By their names in folders.
+        name: Name on the command line and in records.
+        recipe: Everything except the loss; an arm changes it.
+        arms: Arms by their names, which name folders.
         world: Which identities train, validate and test.
-        title: Of the report.
+        title: Title of the report.
         protocol: How models are measured.
         search: How arms choose their settings; arms without a choice need none.
-        seeds: Of the runs that are tested, where an arm has none of its own; empty for a search
-            alone.
+        seeds: Seeds of the tested runs, unless an arm has its own; empty for a search only.
         primary: The comparison that is fixed before the test; None for Q-Margin minus CosFace, and
             minus ArcFace, at FAR 1e-4, or for the first arm minus the others.
-        question: What it is to find out, for its page.
-        expected: What was expected before any run, for its page.
+        question: The research question, for its page.
+        expected: The result expected before any run, for its page.
         details: More facts for the record of the experiment.
     """
 
@@ -222,7 +221,7 @@ class Experiment:
 
     @property
     def searched(self) -> dict[str, Arm]:
-        """Arms that choose their settings; in a search alone, all that have their own."""
+        """Arms that search settings; without a test, all arms with their own settings."""
         return {
             name: arm
             for name, arm in self.arms.items()
@@ -274,12 +273,12 @@ class Experiment:
             )
 
     def with_seeds(self, seeds: Sequence[int]) -> Experiment:
-        """The experiment with the same seeds for all arms."""
+        """Return the experiment with the same seeds for all arms."""
         arms = {name: replace(arm, seeds=None) for name, arm in self.arms.items()}
         return replace(self, arms=arms, seeds=tuple(seeds))
 
     def with_settings(self, settings: Sequence[str]) -> Experiment:
-        """With settings of its recipe, data or protocol, such as ``data.test=DIR``."""
+        """Return it with settings of recipe, data or protocol, such as ``data.test=DIR``."""
         records: dict[str, Any] = {"data": self.world, "protocol": self.protocol}
         keys = {section: _keys_of(type(record)) for section, record in records.items()}
         given: dict[str, dict[str, Any]] = {section: {} for section in records}
@@ -318,7 +317,7 @@ class Experiment:
         return self.seeds if own is None or not self.seeds else own
 
     def _leave_out_unreachable(self, name: str) -> None:
-        """Make the points of a grid explicit where the reach of some is that of no margin."""
+        """List the points of a grid if no margin gives the reach of some of them."""
         arm = self.arms[name]
         if self.search.method != "grid" or arm.points or REACH not in {a.key for a in arm.axes}:
             return
@@ -336,14 +335,14 @@ class Experiment:
             raise ConfigError("seeds is empty; give at least 1 seed, or leave the loss out")
         if arm.like is not None:
             if arm.like not in self.arms:
-                raise ConfigError(f"it takes the settings that {arm.like} chose; add {arm.like}")
+                raise ConfigError(f"it uses the settings that {arm.like} chose; add {arm.like}")
             if arm.axes or arm.points or self.arms[arm.like].like is not None:
-                raise ConfigError(f"it takes the settings of {arm.like} and can choose none")
+                raise ConfigError(f"it uses the settings of {arm.like} and cannot have axes")
         else:
             space.check_axes(recipe, arm.axes)
             if self.search.method == "grid" or arm.points:
                 space.check_points(recipe, arm.candidates)
-        # an arm that is named like a margin or divergence must have it
+        # an arm named like a margin or divergence must have it
         searched = {axis.key for axis in arm.axes} | {key for point in arm.points for key in point}
         kinds = [kind for kind, _ in recipe.loss.margins]
         for registry, used, key in (
@@ -353,7 +352,7 @@ class Experiment:
             if name in registry and name not in used and not searched & {key, PRESET}:
                 part = registry.kind
                 raise ConfigError(
-                    f"it is named like a {part} that it has not; add loss.{part}: {{{name}: ...}}"
+                    f"it has no {part} of this name; add loss.{part}: {{{name}: ...}}"
                 )
 
 
@@ -391,12 +390,12 @@ def sweep_experiment(
     if not found and (seeds == 1 or method != "grid"):
         raise ConfigError("there is nothing to sweep; give --grid KEY=VALUE,VALUE or --seeds")
     if method == "grid" and num_points is not None:
-        raise ConfigError(f"--trials is {num_points}; a grid takes none, choose another --search")
+        raise ConfigError(f"--trials is {num_points}; a grid has none, choose a different --search")
     is_stored = recipe.data.is_stored
     if is_stored and not validation:
         raise ConfigError(f"{recipe.data.path} is for training; give --validation PATH of others")
     if validation and not is_stored:
-        raise ConfigError(f"{recipe.data.kind} data is made; leave --validation out")
+        raise ConfigError(f"{recipe.data.kind} data is generated; leave --validation out")
     return Experiment(
         f"sweep of {recipe.name}",
         recipe,
@@ -433,7 +432,7 @@ def read_experiment(path: str | Path) -> Experiment:
 
 
 def from_mapping(content: Mapping[str, Any], folder: Path = Path()) -> Experiment:
-    """An experiment from keys and values as a YAML file has them.
+    """Build an experiment from the keys and values of a YAML file.
 
     Args:
         content: See ``docs/guide/comparing-losses.md``.
@@ -501,8 +500,8 @@ def _settings(values: Any, where: str) -> list[str]:
 def make_arm(name: str, values: Mapping[str, Any]) -> Arm:
     """An arm from its name and settings: a value is fixed, a list or a range is searched.
 
-    An arm that is named like a loss starts from it; any other one says what it changes, by whole
-    keys: a misspelt loss would otherwise be the recipe's loss with another number.
+    An arm named like a loss starts from it; any other arm names whole keys to change, because a
+    misspelt loss would otherwise be the recipe's loss with a different number.
 
     Examples:
         >>> arm = make_arm("q_margin", {"alpha": 1.25, "scale": "8:64:log"})
@@ -528,7 +527,7 @@ is_log=True),))
         if is_searched(value) or key in space.DECIDES
     )
     points: tuple[Point, ...] = ()
-    if not any(is_searched(value) for _, value in given):  # one reach is nothing to search
+    if not any(is_searched(value) for _, value in given):  # a single reach is not searched
         points, axes = tuple(point for point in space.grid(axes) if point), ()
     settings = [
         f"{key}={value_text(value)}"
@@ -552,7 +551,7 @@ def _says_loss(settings: Mapping[str, Any]) -> bool:
         return True
     margin = settings.get("margin")
     if isinstance(margin, Mapping) or (isinstance(margin, list) and not is_searched(margin)):
-        return True  # it names its kind
+        return True  # it includes the name of its kind
     return bool(settings) and not set(settings) & set(SHORT_KEYS)
 
 
@@ -572,7 +571,7 @@ def _seeds(value: Any, name: str, *, first: int = 0) -> tuple[int, ...]:
 
 
 def _keys_of(kind: type, shown: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Fields of a record by the names under which people give them."""
+    """Fields of a record by the names that users see."""
     if shown is None:
         shown = next((_SHOWN[one] for one in kind.__mro__ if one in _SHOWN), {})
     return {
@@ -583,7 +582,7 @@ def _keys_of(kind: type, shown: Mapping[str, str] | None = None) -> dict[str, st
 def _section(
     kind: type[Kind], values: Mapping[str, Any], where: str, shown: Mapping[str, str]
 ) -> Kind:
-    """A record from a section, where some fields are shown under other names."""
+    """A record from a section, in which some fields have other names."""
     names = _keys_of(kind, shown)
     for key in values:
         check_known(key, names, f"a key of {where}")

@@ -71,7 +71,7 @@ def fars_for(num_impostors: int) -> list[float]:
 def choose_measure(
     asked: str | None, num_impostors: int, sizes: tuple[int, int] | None = None
 ) -> str:
-    """A measure by the name that results have, or the strictest TAR that is measured well.
+    """Return a measure by its name, or the strictest TAR that is measured well.
 
     ``sizes`` are the numbers of identities and of samples, for the error message.
 
@@ -151,9 +151,9 @@ def _check_counts(
                 for accepts in (1, ENOUGH_FALSE_ACCEPTS)
             )
         raise DataError(
-            f"FAR {far:g} is asked for and the test has {impostors:,} impostor pairs{has}, too few "
-            f"for it: one false accept needs about {least}, and {ENOUGH_FALSE_ACCEPTS}, for a "
-            f"sound number, {enough}; give more, or ask for a larger FAR"
+            f"FAR {far:g} is requested and the test has {impostors:,} impostor pairs{has}, too few "
+            f"for it: one false accept needs about {least}, and the {ENOUGH_FALSE_ACCEPTS} of a "
+            f"reliable number {enough}; give more, or choose a larger FAR"
         )
 
 
@@ -172,7 +172,7 @@ def recordings_in(dataset: Dataset) -> tuple[Path, list[str], list[str]]:
     """Folder of recordings, their names in it, and the speaker of each.
 
     Raises:
-        DataError: They are not files of their own inside one folder.
+        DataError: They are not separate files inside one folder.
     """
     stored = stored_in(dataset)
     names, root = names_in(stored), stored.index.folder
@@ -261,7 +261,7 @@ def load_backbone(recipe: Recipe, checkpoint: Path, *, device: str = "cpu") -> n
 def pair_samples(
     embedded: Embedded, dataset: Dataset, protocol: str, prefix: str = ""
 ) -> PairSamples:
-    """All pairs have no file: the names and identities of the samples stand for it."""
+    """Source of all pairs, which have no file: a hash of names and identities of the samples."""
     found = hashlib.sha256(protocol.encode() + embedded.labels.tobytes())
     for row in embedded.rows.tolist():
         found.update(dataset.sample_id(row).encode())
@@ -305,7 +305,7 @@ class ValidationHook:
         return measures
 
     def result(self, options: EvaluationOptions, command: str) -> Result:
-        """What the last call measured, as a result without intervals."""
+        """Measures of the last call, as a result without intervals."""
         assert self._embedded is not None  # it was called
         fars = tuple(fars_for(num_pairs(self._embedded.labels)[1])) or VALIDATION_FARS[:1]
         samples = pair_samples(self._embedded, self.dataset, options.protocol)
@@ -314,7 +314,7 @@ class ValidationHook:
 
 
 class ProgressHook:
-    """Measures all pairs of test samples during training, and the time that its steps took."""
+    """Measures all pairs of test samples during training, and the time of the steps."""
 
     def __init__(self, dataset: Dataset, *, views: int, fars: Sequence[float]) -> None:
         self._measure = ValidationHook(dataset, views=views, fars=fars)
@@ -322,8 +322,8 @@ class ProgressHook:
         self.start()
 
     def start(self) -> None:
-        """Begin to count, right before the first step."""
-        self._began, self.seconds = time.monotonic(), 0.0  # seconds that measuring took
+        """Start the clock, right before the first step."""
+        self._began, self.seconds = time.monotonic(), 0.0  # seconds of measuring
 
     def __call__(self, state: HookState) -> dict[str, float]:
         """Measures by name: ``eer``, ``tar@0.001`` and the like."""
@@ -339,7 +339,7 @@ class ProgressHook:
 
 
 class PeakMemory:
-    """Most memory in use inside a ``with`` block: of the GPU, or on Linux of the process."""
+    """Peak memory inside a ``with`` block: of the GPU, or on Linux of the process."""
 
     def __init__(self, device: str) -> None:
         self._device = choose_device(0, device)
@@ -354,7 +354,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
             return self
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak
             self._can_reset = True
         return self
 

@@ -30,13 +30,13 @@ class StoredPictures:
     names: tuple[str, ...]  # of the samples
     origin: str
     is_ink: bool  # 255 is ink
-    is_test: NDArray[np.bool_] | None = None  # where the data say it
+    is_test: NDArray[np.bool_] | None = None  # if the data have it
     groups: NDArray[np.int64] | None = None  # of each label, as a character is of an alphabet
-    note: str = ""  # what people should know about the pictures
+    note: str = ""  # a note on the pictures
 
     @property
     def digest(self) -> str:
-        """Of pictures, identities and their division: other data of the same path have another."""
+        """Hash of pictures, identities and their division: it changes with the data of a path."""
         found = hashlib.blake2b(digest_size=16)
         for array in (self.pictures, self.labels, self.is_test):
             if array is not None:
@@ -45,9 +45,9 @@ class StoredPictures:
 
 
 def read_pictures(path: Path) -> StoredPictures:
-    """Pictures of an NPZ file, or of anything that ``open_images`` reads; nothing is written there.
+    """Read pictures of an NPZ file, or of any path that ``open_images`` reads; write nothing there.
 
-    A folder that has the folders ``train`` and ``test`` and no others keeps that division. An NPZ
+    A folder with only the folders ``train`` and ``test`` keeps that division. An NPZ
     file, or a folder with one, has ``label`` ``[n]`` and ``images`` ``[n, 32, 32]`` uint8
     or ``packed4`` ``[n, 512]`` (two pixels a byte, ink is bright), and maybe ``split`` ``[n]``,
     which is 0 for training and 1 for the test, and ``alphabet``, of each label the group it is in.
@@ -65,7 +65,7 @@ def read_pictures(path: Path) -> StoredPictures:
     frame[1:-1, 1:-1] = False
     if stored.pictures[:, frame].mean() < 128.0:
         return stored
-    # drawings on white paper: a sample that is moved has black coming in
+    # drawings on white paper: moving a sample would bring in black
     return replace(stored, pictures=255 - stored.pictures, is_ink=True)
 
 
@@ -173,7 +173,7 @@ def _alphabets_of(
 
 
 def _from_images(path: Path) -> StoredPictures:
-    """Every image in grey and small; what cannot be decoded is left out, and said so."""
+    """Every image in grey and small; undecodable images are left out and reported."""
     from PIL import Image
 
     from qmargin.data.open import open_images
@@ -202,7 +202,7 @@ def _from_images(path: Path) -> StoredPictures:
     return StoredPictures(
         np.stack(pictures),
         labels,
-        tuple(f"row-{row}" for row in rows),  # names of files may say who is in them
+        tuple(f"row-{row}" for row in rows),  # names of files may identify people
         str(path),
         is_ink=False,
         groups=groups if len(alphabets) == len(folders) else None,

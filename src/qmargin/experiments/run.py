@@ -87,7 +87,7 @@ STOPPED = "stopped early"  # key of the card of a run that was pruned
 
 @dataclass(frozen=True)
 class Run:
-    """What to train, and where."""
+    """A run: its recipe, point, folder and device."""
 
     arm: str
     title: str
@@ -106,17 +106,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run: measures such as ``eer`` and ``tar@0.001``, or why it has none."""
+    """Outcome of a run: measures such as ``eer`` and ``tar@0.001``, or the reason for none."""
 
     state: Literal["finished", "pruned", "failed"]
     measures: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0  # that the run took in this call
-    error: str = ""  # why it failed or was pruned
+    error: str = ""  # reason of a failure or of pruning
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all runs of an experiment share."""
+    """Settings that all runs of an experiment share."""
 
     world: World
     protocol: TestProtocol
@@ -126,7 +126,7 @@ class Task:
     show: bool = False  # whether training progress is shown, not logged
 
     def result_names(self, run: Run) -> tuple[str, ...]:
-        """Files of a complete run, the last to be written last."""
+        """Files of a complete run, in the order of writing."""
         is_plain = run.is_search or run.recipe.data.kind == "audio"
         return (NORMALISED, RESULT) if self.protocol.normalise and not is_plain else (RESULT,)
 
@@ -134,8 +134,8 @@ class Task:
 def read_outcome(run: Run, task: Task) -> Outcome | None:
     """Outcome of a run that is complete; None for any other.
 
-    A result that cannot be read counts as absent: the run resumes from its checkpoint, which is
-    usually that of its end. A result of another recipe is refused.
+    An unreadable result counts as missing: the run resumes from its checkpoint, usually the last
+    one. A result of a different recipe is refused.
     """
     outcome = None
     for name in task.result_names(run):
@@ -148,7 +148,7 @@ def read_outcome(run: Run, task: Task) -> Outcome | None:
             return None
         if result.run is None or result.run.recipe_sha256 != run.recipe.sha256:
             raise ConfigError(
-                f"{path} is of another recipe; choose another --out, or remove {run.folder}"
+                f"{path} is of a different recipe; choose another --out, or remove {run.folder}"
             )
         outcome = _outcome(result)
     return outcome
@@ -177,7 +177,7 @@ def execute(run: Run, task: Task, *, device: str = "auto") -> Outcome:
                 if not isinstance(error, QMarginError):  # which is foreseen
                     traceback.print_exc(file=log)
                 raise
-    except Exception as error:  # it diverged, or ran out of memory: the others may not
+    except Exception as error:  # it diverged, or ran out of memory: other runs may succeed
         words = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             words = f"{run.folder} has no space left; free some and run the same command again"
@@ -218,7 +218,7 @@ def _executed(run: Run, task: Task, device: str) -> Outcome:
     except Pruned as stop:
         stopped = str(stop)
         checkpoint = next(iter(list_steps(checkpoints).values()), None)
-    measured: dict[str, Any] = {}  # a part of a training has no time
+    measured: dict[str, Any] = {}  # a resumed run has no total time
     if is_new:
         spent = 0.0 if progress is None else progress.seconds
         measured["train_seconds"] = round(time.monotonic() - began - spent, 3)
@@ -248,18 +248,18 @@ def _executed(run: Run, task: Task, device: str) -> Outcome:
 
 
 def _validated_every(recipe: Recipe, steps: int) -> Recipe:
-    """The recipe with calls of hooks; it trains alike."""
+    """The recipe with validation hooks, which do not change training."""
     return replace(recipe, run=replace(recipe.run, validate_every=steps))
 
 
 def _test_fars(protocol: TestProtocol, num_impostors: int) -> tuple[float, ...]:
-    """FARs of the test: those asked for, or those that the pairs allow."""
+    """FARs of the test: the requested ones, or those that the pairs allow."""
     allowed = tuple(far for far in TEST_FARS if sufficiency(far, num_impostors).allowed > 0)
     return protocol.fars or allowed or TEST_FARS
 
 
 def _describe(run: Run, checkpoint: Path | None, **measured: Any) -> RunInfo:
-    """What a run and its last checkpoint say about each other, with what was measured."""
+    """Facts about a run and its last checkpoint, with what was measured in training."""
     from safetensors.torch import save
 
     known = dict(measured)
@@ -278,7 +278,7 @@ def _describe(run: Run, checkpoint: Path | None, **measured: Any) -> RunInfo:
 def _trained(
     recipe: Recipe, folder: Path, hook: Hook | None, dataset: Dataset | None, device: str
 ) -> Path | None:
-    """Train from the newest checkpoint on; the last checkpoint."""
+    """Train from the newest checkpoint; return the last checkpoint."""
     checkpoints = folder / CHECKPOINTS
     opened = open_run(
         recipe,
@@ -298,9 +298,9 @@ def _trained(
     except CheckpointError as error:
         if not is_damaged(checkpoints):
             raise
-        sys.stderr.write(f"{error}\n")  # what is wrong with each of them is for the log
+        sys.stderr.write(f"{error}\n")  # the log has the reason for each of them
         raise CheckpointError(
-            f"{checkpoints} has no whole checkpoint; remove {folder} to train it anew"
+            f"{checkpoints} has no complete checkpoint; remove {folder} to train again"
         ) from error
     if outcome.signal:
         raise Interrupted(outcome.signal)
@@ -313,7 +313,7 @@ def _trained(
 def evaluate_run(
     run: Run, task: Task, checkpoint: Path, options: EvaluationOptions, *, device: str
 ) -> list[Result]:
-    """Measure a model on test identities: by cosines, and perhaps by normalised scores."""
+    """Measure a model on test identities: by cosines, and on request by normalised scores."""
     world, protocol, recipe = task.world, task.protocol, run.recipe
     if isinstance(world, Stored) and recipe.data.kind == "audio":
         fars = protocol.fars or TEST_FARS[:3]
@@ -355,7 +355,7 @@ def evaluate_run(
 
 def _prototype_moments(embeddings: NDArray[np.float32], checkpoint: Path, views: int) -> Moments:
     """Moments of AS-norm whose cohort are the prototypes of the head."""
-    checked = open_checkpoint(checkpoint, check=False)  # the embeddings are of it
+    checked = open_checkpoint(checkpoint, check=False)  # the embeddings are from this checkpoint
     cohort = unit_rows(read_prototypes(checked, at_most=MAX_COHORT).numpy())
     nearest = min(NEAREST, len(cohort))
     moments = [
@@ -368,7 +368,7 @@ def _prototype_moments(embeddings: NDArray[np.float32], checkpoint: Path, views:
 def _recordings_result(
     run: Run, task: Task, world: Stored, options: EvaluationOptions, device: str
 ) -> Result:
-    """Whole recordings of the test, all pairs of them or a list of trials."""
+    """Test on whole recordings, all pairs of them or a list of trials."""
     path, model = run.folder / "embeddings.safetensors", load_model(run.folder, device=device)
 
     def embedded(root: Path, names: Sequence[str]) -> Embeddings:
@@ -393,7 +393,7 @@ def write_pictures(
     prefix: str = "",
     is_ink: bool = True,
 ) -> None:
-    """Draw the samples of the hardest and of some easy pairs, where a report looks for them."""
+    """Draw the samples of the hardest and of some easy pairs, for the report."""
     from PIL import Image
 
     missing = _missing(folder, dataset, result, prefix, "png")
@@ -408,7 +408,7 @@ def write_pictures(
 
 
 def write_voices(folder: Path, voices: Voices, result: Result, *, prefix: str = "") -> None:
-    """Speak the samples of the hardest pairs, where a report looks for them."""
+    """Synthesise the samples of the hardest pairs, for the report."""
     for path, index in _missing(folder, voices, result, prefix, "wav").items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, voices.encoded(index))
@@ -421,7 +421,7 @@ def _missing(
     prefix: str,
     suffix: str,
 ) -> dict[Path, int]:
-    """Files of the samples of hardest and easy pairs that are not there, and their numbers."""
+    """Missing files of the samples of hardest and easy pairs, and their numbers."""
     hardest = result.hardest
     pairs = () if hardest is None else chain(*hardest.kinds)
     keys = {key for pair in pairs for key in (pair.enrol, pair.test)}

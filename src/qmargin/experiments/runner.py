@@ -1,6 +1,6 @@
-"""``run_experiment``: search settings, train, test, report; what is there is not done again.
+"""``run_experiment``: search settings, train, test, report; complete runs are kept.
 
-A folder has ``experiment.yaml`` (what it is the experiment of), ``search/`` and ``runs/`` with a
+A folder has ``experiment.yaml`` (the record of the experiment), ``search/`` and ``runs/`` with a
 folder per run, tables and figures of the search, and ``report/``.
 """
 
@@ -68,7 +68,7 @@ from qmargin.training.start import RunLock
 
 RECORD = "experiment.yaml"
 FORMAT = {"format": "qmargin-experiment", "version": 1}
-POLL_S = 1.0  # between looks at what other processes do
+POLL_S = 1.0  # seconds between checks of other processes
 MOST_NAMED = 6  # settings that differ, in a message
 MEASURE = "search.measure"
 SAY = partial(print, flush=True)
@@ -76,7 +76,7 @@ SAY = partial(print, flush=True)
 
 @dataclass(frozen=True)
 class Finished:
-    """What an experiment found."""
+    """Results of an experiment."""
 
     experiment: Experiment
     out: Path
@@ -98,18 +98,18 @@ class Finished:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How an experiment is run.
+    """Options of running an experiment.
 
     Args:
-        devices: Such as ``("cuda:0", "cuda:1")``.
-        jobs: Runs at once, spread over the devices; None for one on each.
+        devices: Such as ``("cuda:0", "cuda:1")``. jobs: Parallel runs, spread over the devices;
+            None for one on each.
         storage: URL of an Optuna storage that processes and machines share.
-        search_only: Only choose settings.
+        search_only: Stop after the search for settings.
         overwrite: Replace files that no experiment wrote.
         show: Show training progress; otherwise it is logged in the folder of each run.
-        command: For the record.
-        say: Gets lines for the user; standard output by default.
-        share_of_training: Of the time of a run, to tell how much is left; its test takes the rest.
+        command: Command line, for the record.
+        say: Called with each line of output; standard output by default.
+        share_of_training: Share of training in the time of a run, to estimate the time left.
     """
 
     devices: Sequence[str] = ("auto",)
@@ -141,7 +141,7 @@ def run_experiment(
     show: bool = False,
     say: Callable[[str], object] | None = None,
 ) -> list[Result]:
-    """Run an experiment, or the rest of one, and return the results of its tested runs.
+    """Run or continue an experiment, and return the results of its tested runs.
 
     Args:
         experiment: What to run.
@@ -187,7 +187,7 @@ def run_experiment(
 def complete(
     experiment: Experiment, out: str | Path, options: RunOptions | None = None
 ) -> Finished:
-    """As ``run_experiment``; returns all that was found."""
+    """Like ``run_experiment``, but return all results."""
     options = options or RunOptions()
     if options.search_only:
         experiment = replace(experiment, seeds=())
@@ -223,7 +223,7 @@ class _Conductor:
         self.book: RunBook | None = None
 
     def _check_data(self) -> str | None:
-        """Look at all data before anything is trained; the measure of the search."""
+        """Check all data before training; return the measure of the search."""
         experiment, measure = self.experiment, None
         world, fars = experiment.world, experiment.protocol.fars or ()
         if experiment.primary is not None and not fars:
@@ -260,7 +260,7 @@ class _Conductor:
         return measure
 
     def _warn_of_few(self, num_impostors: int) -> None:
-        """Say where the primary comparison would rest on few false accepts."""
+        """Warn if the primary comparison rests on few false accepts."""
         primary = self.experiment.primary
         if primary is not None:
             enough = sufficiency(primary.far, num_impostors)
@@ -269,7 +269,7 @@ class _Conductor:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Hold the folder, hear signals, and share runs."""
+        """Lock the folder, handle signals, and share runs."""
         url, experiment = self.options.storage, self.experiment
         record = _record(experiment, self.measure)
         with ExitStack() as stack:
@@ -292,7 +292,7 @@ class _Conductor:
             yield
 
     def conduct(self) -> Finished:
-        """The search, the runs that are tested, and what is written about them."""
+        """Run the search and the tested runs, and write the results."""
         experiment = self.experiment
         if experiment.world.note:
             self.say(experiment.world.note)
@@ -446,7 +446,7 @@ class _Conductor:
             return _Queue(source, slots, task, self.book, self.request, self.say, board).outcomes()
 
     def _warn(self, runs: Sequence[Run]) -> None:
-        """Say once what runs of this length schedule and never reach."""
+        """Warn once about schedules that runs of this length never reach."""
         said: dict[str, str] = {}
         for run in runs:
             for text in unreached(run.recipe, run.recipe.run.epochs):
@@ -467,7 +467,7 @@ def _check_failed(outcomes: Sequence[tuple[str, Outcome]]) -> None:
 
 @dataclass
 class _Queue:
-    """Keeps slots busy with the runs of a source."""
+    """Executes the runs of a source in all slots."""
 
     source: Source
     slots: Slots
@@ -482,7 +482,7 @@ class _Queue:
     started: dict[Run, float] = field(default_factory=dict)
 
     def outcomes(self) -> dict[Run, Outcome]:
-        """Work until nothing is left."""
+        """Work until no run is left."""
         board = self.board
         if board is None:
             return self._outcomes()
@@ -539,7 +539,7 @@ class _Queue:
         return True
 
     def _look_elsewhere(self) -> None:
-        """Take what other processes have finished; train what they gave up."""
+        """Collect runs that other processes finished; train those that they gave up."""
         for run in list(self.elsewhere):
             outcome = read_outcome(run, self.task)
             if outcome is None and self.book is not None:
@@ -569,10 +569,10 @@ class _Queue:
         return f"; about {duration(seconds)} left" if seconds else ""
 
     def _seconds_left(self) -> float | None:
-        """By the runs that ended here, and where there is a board by those under way."""
+        """Seconds left, by the runs that ended here and, with a board, by running ones."""
         if self.board is not None:
             running = self.board.running()
-        elif self.seconds:  # those under way take as long as the others did
+        elif self.seconds:  # running ones take as long as the others did
             each, now = sum(self.seconds) / len(self.seconds), time.monotonic()
             since = [now - began for began in self.started.values()]
             running = [(one, min(1.0, one / each)) for one in since]
@@ -586,7 +586,7 @@ class _Queue:
 
 
 def _record(experiment: Experiment, measure: str | None) -> dict[str, Any]:
-    """What decides whether a folder holds an experiment; arms, seeds and points may be added."""
+    """Facts that identify the experiment of a folder; arms, seeds and points may be added."""
     search, recipe = experiment.search, flatten(experiment.recipe)
     found = {
         "name": experiment.name,
@@ -600,7 +600,7 @@ def _record(experiment: Experiment, measure: str | None) -> dict[str, Any]:
             "measure": measure or search.measure,
         },
     }
-    if experiment.primary is not None:  # fixed before the test: no other one afterwards
+    if experiment.primary is not None:  # fixed before the test, so it cannot change
         rivals = experiment.primary.rivals[:1]  # others are corrected as all comparisons are
         found["primary"] = asdict(replace(experiment.primary, rivals=rivals))
     plain: dict[str, Any] = json.loads(json.dumps(found))
@@ -608,7 +608,7 @@ def _record(experiment: Experiment, measure: str | None) -> dict[str, Any]:
 
 
 def keep_record(out: Path, record: Mapping[str, Any], experiment: Experiment, command: str) -> None:
-    """Write the record of an experiment, unless the folder holds another one."""
+    """Write the record of an experiment, unless the folder holds a different one."""
     known = read_record(out)
     if known is not None:
         there, here = flatten(known["record"]), flatten(record)
@@ -622,7 +622,7 @@ def keep_record(out: Path, record: Mapping[str, Any], experiment: Experiment, co
             more = len(differ) - MOST_NAMED
             words += [f"and {more} more"] if more > 0 else []
             raise ConfigError(
-                f"{out} holds another experiment: {', '.join(words)}; choose another --out"
+                f"{out} holds a different experiment: {', '.join(words)}; choose another --out"
             )
     content = {
         **FORMAT,

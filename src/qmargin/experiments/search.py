@@ -1,4 +1,4 @@
-"""Search of settings: which points are tried, and which one each arm chooses."""
+"""Search for settings: the points to try, and the best point of each arm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qmargin.training.recipe import Recipe
 if TYPE_CHECKING:
     import optuna
 
-MARGINS = ("loss.margin", EFFECTIVE, REACH)  # what finalists of one arm may share last
+MARGINS = ("loss.margin", EFFECTIVE, REACH)  # settings in which finalists of one arm should differ
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Tried:
     point: Point = field(hash=False)
     recipe: Recipe  # of the first seed
     outcomes: tuple[Outcome, ...]  # of the seeds that have ended
-    num_wanted: int  # seeds that were asked for
+    num_wanted: int  # requested seeds
 
     def known(self, measure: str) -> list[float]:
         """A measure of the runs that have it."""
@@ -90,7 +90,7 @@ def ranked(tried: Sequence[Tried], measure: str) -> dict[str, list[Tried]]:
                 f"too few validation pairs for {measure}; give more data, or choose one of "
                 f"{', '.join(ended[0].measures)}"
             )
-        # a run that was stopped early is behind the others, whatever it had reached
+        # runs that were stopped early rank behind the others
         own.sort(key=lambda one: one.mean(measure), reverse=measure != EER)
         best[arm] = sorted(own, key=lambda one: one.count("pruned") > 0)
     return best
@@ -100,7 +100,7 @@ def finalists_of(tried: Sequence[Tried], measure: str, count: int) -> dict[str, 
     """At most ``count`` points of each arm: the best of every setting but the margin, best first.
 
     Second ones follow only where these are too few. Margins alone often tie after a short training,
-    and points that differ in nothing else would leave little to choose.
+    and points that differ only in them would leave little to choose.
     """
     chosen = {}
     for arm, points in ranked(tried, measure).items():
@@ -114,7 +114,7 @@ def finalists_of(tried: Sequence[Tried], measure: str, count: int) -> dict[str, 
 
 
 class Source:
-    """Gives runs, and hears what came of them; this one has a list, such as a grid."""
+    """Source of runs that is told their outcomes; this one has a list, such as a grid."""
 
     def __init__(self, runs: Sequence[Run] = ()) -> None:
         self.runs = list(runs)  # those known by now
@@ -122,18 +122,18 @@ class Source:
 
     @property
     def num_runs(self) -> int:
-        """Runs in all, as far as is known."""
+        """Total number of runs, as far as known."""
         return len(self.runs)
 
     def next_run(self) -> Run | None:
-        """The next run; None for none now."""
+        """The next run; None if there is none now."""
         return self._waiting.popleft() if self._waiting else None
 
     def tell(self, run: Run, outcome: Outcome) -> None:
-        """A run of this source has ended."""
+        """Note that a run of this source has ended."""
 
     def waits(self) -> bool:
-        """Whether more runs may come from what other processes do."""
+        """Whether outcomes of other processes may lead to more runs."""
         return False
 
 
@@ -141,7 +141,7 @@ class Sampled(Source):
     """Points that Optuna proposes, at random or by its tree of Parzen estimators.
 
     The study of each arm is in the storage, so that a search that is resumed, or shared with other
-    processes, knows all of it. ``make_runs`` gives the runs of a point, one per seed.
+    processes, uses all of it. ``make_runs`` gives the runs of a point, one per seed.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Sampled(Source):
         self._waiting += new
 
     def _add_known(self) -> None:
-        """Take up points that were measured before, or by other processes."""
+        """Add points that were measured before, or by other processes."""
         for arm, study in self._studies.items():
             for point in study.measured():
                 self._add(self._make_runs(arm, point))
@@ -204,7 +204,7 @@ class Sampled(Source):
         key = (arm, tuple(point.items()))
         try:
             runs = self._make_runs(arm, point)
-        except ConfigError:  # values that do not go together
+        except ConfigError:  # impossible combinations of values
             runs = []
         if not runs or key in self._open:  # of a point that is trained now, one run is enough
             self._studies[arm].tell(trial, None)
@@ -237,7 +237,7 @@ class _ArmStudy:
         self._kinds = {axis.key: _distribution(axis) for axis in arm.axes}
         space = hashlib.sha256(repr(arm.axes).encode()).hexdigest()[:8]  # others do not mix
         self._study = load_study(book.url, f"{book.name} {name} points {space}", book.measure)
-        # another seed after every start and in every process: the same one would propose the same
+        # a new seed for every start and process: the same seed would propose the same points
         seed = None if book.is_shared else (recipe.seed + len(self._trials())) % 2**32
         kinds = {"random": optuna.samplers.RandomSampler, "optuna": optuna.samplers.TPESampler}
         self._study.sampler = kinds[search.method](seed=seed)
@@ -246,7 +246,7 @@ class _ArmStudy:
         return self._study.get_trials(deepcopy=False)
 
     def ask(self) -> tuple[optuna.Trial, Point] | None:
-        """The next point, those of processes that are gone first; None when there are enough."""
+        """The next point, first those of lost processes; None when there are enough."""
         import optuna
 
         trials = self._trials()

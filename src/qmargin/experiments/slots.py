@@ -14,12 +14,12 @@ from multiprocessing.context import SpawnProcess
 from qmargin.experiments.run import Outcome, Run, Task, execute
 from qmargin.training.signals import Interrupted, StopRequest
 
-SECONDS_TO_LOOK = 0.2  # between looks at signals
-SECONDS_TO_SAVE = 120.0  # that a worker has after a signal
+SECONDS_TO_LOOK = 0.2  # seconds between checks for signals
+SECONDS_TO_SAVE = 120.0  # seconds that a worker has after a signal
 
 
 class Slots:
-    """Takes runs, and gives outcomes as they come; this one has one slot, in its own process."""
+    """Executes runs and returns their outcomes; this class has one slot, in its own process."""
 
     def __init__(self, task: Task, devices: Sequence[str], request: StopRequest) -> None:
         self.num_slots = len(devices)
@@ -31,7 +31,7 @@ class Slots:
         return self
 
     def __exit__(self, *details: object) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no process to end."""
 
     @property
     def num_free(self) -> int:
@@ -39,14 +39,14 @@ class Slots:
         return int(self._run is None)
 
     def start(self, run: Run) -> None:
-        """Begin a run in a free slot; here, ``wait`` executes it."""
+        """Start a run in a free slot; here, ``wait`` executes it."""
         self._run = run
 
     def wait(self) -> tuple[Run, Outcome]:
         """The next run that ends.
 
         Raises:
-            Interrupted: By a signal; what runs was saved.
+            Interrupted: By a signal, after saving.
         """
         assert self._run is not None
         self._request.obey()
@@ -82,15 +82,15 @@ class Worker:
         return run, result
 
     def ask_to_stop(self) -> None:
-        """A worker with a run saves it and ends."""
+        """Ask a worker to save its run and end."""
         if self.run is not None and self.process.is_alive():
             self.process.terminate()
-            with suppress(OSError):  # it is gone by now
-                # where the run was over before the signal could stop it, no other one follows
+            with suppress(OSError):  # it has ended
+                # if the run had ended before the signal, no other run follows
                 self.connection.send(None)
 
     def end(self) -> None:
-        """Wait for a worker that was asked to stop, or let an idle one go."""
+        """Wait for a worker that was asked to stop, or end an idle one."""
         if self.run is None:
             self.connection.close()
         self.process.join(SECONDS_TO_SAVE)
@@ -101,7 +101,7 @@ class Worker:
 
 
 class Workers(Slots):
-    """Slots in processes of their own, each on a device; a process is started by its first run."""
+    """Slots in separate processes, each on a device; its first run starts a process."""
 
     def __init__(self, task: Task, devices: Sequence[str], request: StopRequest) -> None:
         super().__init__(task, devices, request)
@@ -168,7 +168,7 @@ def _work(connection: Connection, task: Task, device: str, num_threads: int) -> 
 
 
 def follow_parent() -> None:
-    """Leave Ctrl-C in a terminal to the process that started this one, and end when it does."""
+    """Leave Ctrl-C in a terminal to the parent process, and end when it ends."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -176,7 +176,7 @@ def follow_parent() -> None:
 
 
 def _end_with_parent() -> None:
-    """Leave no run behind an experiment that was killed, so that it can be started again."""
+    """End if the parent was killed, so that the experiment can be started again."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

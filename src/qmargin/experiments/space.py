@@ -49,7 +49,7 @@ Axis = Values | Range
 
 
 def value_text(value: Any) -> str:
-    """A value of YAML or Python as the text of a setting, such as 16 of 16.0."""
+    """A value of YAML or Python as the text of a setting, such as 16 for 16.0."""
     if isinstance(value, str):
         return value
     if isinstance(value, float):
@@ -100,7 +100,7 @@ def _range(key: str, text: str) -> Range:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Parts between the commas that are not inside brackets."""
+    """Parts between commas outside brackets."""
     depth, start = 0, 0
     for place, sign in enumerate(text):
         depth += (sign in "[{") - (sign in "]}")
@@ -128,8 +128,8 @@ def check_axes(recipe: Recipe, axes: Sequence[Axis], settings: Sequence[str] = (
         value = flatten(recipe).get(axis.key)
         if isinstance(axis, Range) and isinstance(value, bool | str | tuple):
             raise ConfigError(f"{axis.key} is {value!r} and has no range; list its values")
-        # What decides a margin is looked at with the alpha and the scale that go with it.
-        with suppress(UnreachableError):  # other values of the axes may go together
+        # Settings of a margin are checked with their alpha and scale.
+        with suppress(UnreachableError):  # other values of the axes may be possible
             with_point(recipe, firsts if axis.key == REACH else {axis.key: firsts[axis.key]})
         decided = "loss" if axis.key == PRESET else DECIDES.get(axis.key, axis.key)
         for setting in settings:
@@ -143,7 +143,7 @@ def _first(axis: Axis) -> Any:
 
 
 def reachable(recipe: Recipe, points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
-    """Points of a grid that a margin makes, and those whose reach is below that of no margin.
+    """Possible points of a grid, and those whose reach is smaller than without a margin.
 
     Raises:
         ConfigError: No point is left.
@@ -164,7 +164,7 @@ def reachable(recipe: Recipe, points: Sequence[Point]) -> tuple[list[Point], lis
 
 
 def check_points(recipe: Recipe, points: Sequence[Point]) -> None:
-    """Refuse points that the recipe refuses, and two that make the same recipe."""
+    """Refuse points that the recipe refuses, and two with the same recipe."""
     owners: dict[str, Point] = {}
     for point in points:
         owner = owners.setdefault(with_point(recipe, point).sha256, point)
@@ -181,7 +181,7 @@ def described(point: Point) -> str:
 
 
 def grid(axes: Sequence[Axis]) -> list[Point]:
-    """Every combination of values, the last axis moving fastest.
+    """Every combination of values; the last axis changes fastest.
 
     Examples:
         >>> grid([parse_axis("loss.alpha=1.25,1.5"), parse_axis("loss.scale=10")])
@@ -196,7 +196,7 @@ def grid(axes: Sequence[Axis]) -> list[Point]:
 
 
 def axis_text(recipe: Recipe, axis: Axis, value: Any) -> str:
-    """A value of an axis as a setting; of a range, whole where the recipe has a whole number."""
+    """A value of an axis as a setting; from a range, an integer if the recipe has one."""
     if isinstance(axis, Values):
         return str(value)
     is_whole = isinstance(flatten(recipe).get(axis.key), int)

@@ -1,7 +1,7 @@
 """Optuna storage: processes and machines that work on one experiment, and pruning of runs.
 
-Every run of an arm is a trial of an Optuna study. Its attributes say which process trains it, so
-that no other one does the same, and what was measured. A process that is gone has no heartbeat.
+Every run of an arm is a trial of an Optuna study. Its attributes name the process that trains it,
+so that no other process does, and the measures. A lost process has no heartbeat.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 JOURNAL = "journal:"  # a file of Optuna's journal storage
 BEAT_S = 20.0
 STALE_S = 300.0  # without a heartbeat
-MAKING_S = 20.0  # until another process has made the tables of a database
-NAMING_S = 10.0  # until a trial says what it is of
+MAKING_S = 20.0  # until another process has created the tables of a database
+NAMING_S = 10.0  # until a trial names its run
 PRUNE_AFTER = 3  # complete runs; with fewer, none is pruned
 GRACE = 3  # no run is pruned in the first third of its steps: losses start differently
 
@@ -53,7 +53,7 @@ class TrialRef:
 
 
 def check_optuna(why: str) -> None:
-    """Refuse what needs Optuna where it is missing."""
+    """Raise if Optuna is missing."""
     if find_spec("optuna") is None:
         raise ConfigError(f"{why} needs the package optuna; pip install 'qmargin[optuna]'")
 
@@ -77,7 +77,7 @@ def open_storage(url: str) -> optuna.storages.BaseStorage:
             with _quiet():
                 return journal.JournalStorage(journal.JournalRedisBackend(url))
         return _open_tables(url)
-    except Exception as error:  # of whatever is behind the URL
+    except Exception as error:  # errors of the service behind the URL
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         message = (
             f"the storage {url} cannot be reached ({reason}); check the URL and that its service "
@@ -87,7 +87,7 @@ def open_storage(url: str) -> optuna.storages.BaseStorage:
 
 
 def _open_tables(url: str) -> optuna.storages.BaseStorage:
-    """Storage in a database. Processes that make its tables at once stumble over each other."""
+    """Storage in a database, with retries: several processes may create its tables at once."""
     import optuna
     import sqlalchemy.exc
 
@@ -122,7 +122,7 @@ def load_study(url: str, name: str, measure: str, **options: Any) -> optuna.Stud
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Optuna calls some of its parts experimental
+        warnings.simplefilter("ignore")  # parts of Optuna warn that they are experimental
         yield
 
 
@@ -149,7 +149,7 @@ class PruningReport:
 
 
 class RunBook:
-    """Who trains which run of an experiment, in studies of an Optuna storage.
+    """Record of which process trains which run of an experiment, in an Optuna storage.
 
     The name is that of the experiment and its settings: others may share the storage.
     """
@@ -170,7 +170,7 @@ class RunBook:
         return self
 
     def __exit__(self, *details: object) -> None:
-        """Give back what is not finished, so that others need not wait for a missing heartbeat."""
+        """Release unfinished runs, so that others need not wait for a missing heartbeat."""
         self._stop.set()
         self._thread.join()
         self._mark_held(0.0)
@@ -181,7 +181,7 @@ class RunBook:
 
     def _mark_held(self, seen: float) -> None:
         for trial in self._held:
-            with contextlib.suppress(Exception):  # a storage may be away for a moment
+            with contextlib.suppress(Exception):  # a storage may be unavailable for a moment
                 trial.set_user_attr("seen", seen)
 
     def hold(self, trial: optuna.Trial) -> None:
@@ -191,7 +191,7 @@ class RunBook:
         self._held.append(trial)
 
     def drop(self, trial: optuna.Trial) -> None:
-        """No longer work on a trial."""
+        """Stop working on a trial."""
         self._held = [one for one in self._held if one is not trial]
 
     def is_alive(self, trial: optuna.trial.FrozenTrial) -> bool:
@@ -203,7 +203,7 @@ class RunBook:
         return bool(time.time() - float(facts.get("seen", began)) < STALE_S)
 
     def take(self, run: Run) -> TrialRef | None:
-        """Reserve a run for this process; None if another one trains it or has trained it."""
+        """Reserve a run for this process; None if another process trains it or has trained it."""
         if self._owner(run) is not None:
             return None
         import optuna
@@ -224,7 +224,7 @@ class RunBook:
         return TrialRef(self.url, study.study_name, trial.number, self.measure, prune)
 
     def finish(self, run: Run, outcome: Outcome) -> None:
-        """Store what came of a run of this process."""
+        """Store the outcome of a run of this process."""
         import optuna
 
         trial = self._taken.pop(run.folder)
@@ -241,7 +241,7 @@ class RunBook:
             study.tell(trial, outcome.measures.get(self.measure, outcome.measures[EER]))
 
     def outcome(self, run: Run) -> Outcome | None:
-        """What another process measured; None while it trains or where none does."""
+        """Outcome from another process; None while it trains or if none does."""
         from qmargin.experiments.run import Outcome
 
         owner = self._owner(run)
@@ -260,7 +260,7 @@ class RunBook:
             is_naming = any(t.state.name == "RUNNING" and "run" not in t.user_attrs for t in trials)
             if not is_naming or time.monotonic() > deadline:
                 return None
-            time.sleep(0.05)  # a trial that was just begun says in a moment what it is of
+            time.sleep(0.05)  # a trial that has just started will soon name its run
 
     def _is_valid(self, trial: optuna.trial.FrozenTrial, run: Run) -> bool:
         if trial.state.name == "RUNNING":

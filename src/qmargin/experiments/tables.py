@@ -1,4 +1,4 @@
-"""What an experiment found: tables and figures of the search, the report, and words about it."""
+"""Results of an experiment: tables and figures of the search, the report, and its page."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ AS_NORM = (
 
 
 def check_outputs(out: Path, record: str, *, overwrite: bool = False) -> None:
-    """Refuse a folder that holds no experiment and has files under the names of one's."""
+    """Refuse a folder without an experiment that has files under the names of its outputs."""
     if (out / record).exists():
         return
     for name in OLD_RECORDS:
@@ -126,7 +126,7 @@ def write_search(
     chosen: Mapping[str, Point],
     measure: str,
 ) -> list[Path]:
-    """Write tables and figures of what a search tried; returns the files."""
+    """Write tables and figures of a search; returns the files."""
     rows = [one for tried in reversed(rounds) for one in tried]
     files = search_table(experiment, rows, chosen).files(SEARCH)
     for name, content in files.items():
@@ -176,14 +176,14 @@ def search_table(
     words = (
         "Rates in per cent over all pairs of validation samples: mean and standard deviation over "
         "seeds, the best mean of complete rows in bold.",
-        "m_eff is what the margin adds to the cosine gap of a zero loss; reach is that gap.",
+        "Reach is the cosine gap of zero loss; m_eff is the part of it that the margin adds.",
     )
     title = f"Settings of {experiment.title or experiment.name}"
     return Table(title, tuple(columns), tuple(rows), words, label="qmargin-search")
 
 
 def _telling(points: Sequence[Point]) -> list[str]:
-    """Keys of further columns: one of those that always change together."""
+    """Keys of further columns, one for each group of keys that always change together."""
     found: dict[tuple[int, ...] | str, str] = {}
     for key in dict.fromkeys(key for point in points for key in point if key not in SHOWN):
         texts = [point.get(key) for point in points]
@@ -199,7 +199,7 @@ def _mean(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def _measured(one: Tried, name: str) -> CellValue:
-    """Mean over seeds; as text, which is never the best, if runs are not complete."""
+    """Mean over seeds; for incomplete runs as text, which cannot be the best."""
     if not (values := one.known(name)):
         return None
     mean, deviation = _mean(values)
@@ -246,7 +246,7 @@ def _titles(experiment: Experiment) -> dict[str, str]:
 def write_figures(
     tried: Sequence[Tried], measure: str, folder: Path, titles: Mapping[str, str]
 ) -> list[Path]:
-    """``sensitivity`` and ``effective-margin`` as SVG and PDF, where there is enough to draw.
+    """``sensitivity`` and ``effective-margin`` as SVG and PDF, if there are enough points.
 
     ``titles`` are those of the arms.
     """
@@ -287,8 +287,8 @@ def margin_panels(
 ) -> dict[str, dict[str, list[LinePoint]]]:
     """The measure over m and over m_eff, a line for each alpha, scale and value of other keys.
 
-    Where the effective margin is what matters, the lines of the second panel lie on each other. It
-    takes two lines and two gaps to see that; with fewer, or very many lines, nothing is drawn.
+    If only the effective margin matters, the lines of the second panel coincide. This needs two
+    lines with two gaps; with fewer, or very many lines, nothing is drawn.
     """
     known = [one for one in tried if one.recipe.loss.effective_margin is not None]
 
@@ -305,7 +305,7 @@ def margin_panels(
 
 
 def _best_of_each(tried: Sequence[Tried], measure: str, key: str) -> list[Tried]:
-    """Of each arm and value of a key, the point with the best mean; in the order of values."""
+    """The best point of each arm and value of a key, in the order of values."""
     best: dict[tuple[str, float | None], Tried] = {}
     sign = -1.0 if measure == EER else 1.0
     for one in tried:
@@ -371,7 +371,7 @@ def _cover(repeats: Repeats) -> str:
 def results_page(
     finished: Finished, *, command: str, commit: str = "", figure: str | None = None
 ) -> str:
-    """Markdown page of an experiment: what was trained, found, and which settings were chosen.
+    """Markdown page of an experiment: setup, results and chosen settings.
 
     ``figure`` is where the page finds that of the search.
     """
@@ -402,7 +402,7 @@ def results_page(
 
 
 def _question(experiment: Experiment) -> list[str]:
-    """What an experiment asks, and what was expected before any run."""
+    """Question and expected result of an experiment."""
     parts = [f"## Question\n\n{experiment.question}"] if experiment.question else []
     if experiment.expected:
         parts.append(f"[Expected before any run](expectations.md): {experiment.expected}")
@@ -427,7 +427,7 @@ def _training(finished: Finished) -> list[str]:
     ]
     if isinstance(experiment.world, Made):
         facts.append(
-            "the data are synthetic, made by this package; they say nothing about real people"
+            "the data are synthetic, generated by this package; they say nothing about real people"
         )
     if results:
         first, views = results[0].protocol, experiment.protocol.views
@@ -474,7 +474,7 @@ def _found(repeats: Repeats) -> list[str]:
     found.append(
         f"Points of TAR with 95 % intervals. Of {count} comparisons, every pair of losses at every "
         "FAR and by EER, those are not shown whose interval holds zero or whose p-value, corrected "
-        "for all of them (Holm), is 0.05 or more. The comparison fixed beforehand stands alone."
+        "for all of them (Holm), is 0.05 or more. The comparison fixed beforehand is not corrected."
     )
     return found
 
@@ -484,7 +484,7 @@ def _markdown(table: Table) -> str:
 
 
 def _choice(finished: Finished) -> list[str]:
-    """How settings were chosen, which, and all that were tried."""
+    """Design of the search, the chosen settings, and all that were tried."""
     experiment, search = finished.experiment, finished.experiment.search
     measure, first = finished.measure or EER, finished.rounds[0]
     aim = f"the {'smallest' if measure == EER else 'largest'} {_measure_text(measure)}"
@@ -504,7 +504,7 @@ def _choice(finished: Finished) -> list[str]:
         f"Each loss was trained with {' or '.join(map(str, counts))} settings for {length} "
         f"epoch{'s' * (length > 1)}{part}{seeds}{longer}, and has the one with {aim} on validation "
         f"identities, {held_out}. Failed runs count as TAR 0. Hardness tells which negatives a "
-        "loss looks at, see `qmargin.hardness`."
+        "loss weighs, see `qmargin.hardness`."
     ]
     for arm in experiment.arms.values():
         if arm.left_out:
@@ -524,7 +524,7 @@ def _choice(finished: Finished) -> list[str]:
 def edge_notes(
     experiment: Experiment, rounds: Sequence[Sequence[Tried]], measure: str
 ) -> list[str]:
-    """Which arms have chosen a value at an edge of what they tried, of which axis and side."""
+    """Arms whose best value is at an edge of their search, with axis and side."""
     edges = []
     tried = [one for one in rounds[-1] if one.known(measure)] if rounds else []
     for name, points in ranked(tried, measure).items():
@@ -558,7 +558,7 @@ def edges_of(chosen: Point, arm: Arm) -> list[str]:
         else:
             texts = _beside(chosen, key, arm.points) if axis is None else axis.texts
             known = [_float(one) for one in texts]
-            if None in known:  # a choice of words has no ends
+            if None in known:  # names have no order
                 continue
             ends = sorted({one for one in known if one is not None})
         if value is None or len(ends) < 2:
@@ -570,7 +570,7 @@ def edges_of(chosen: Point, arm: Arm) -> list[str]:
 
 
 def _beside(chosen: Point, key: str, points: Sequence[Point]) -> list[str]:
-    """Values of a key in the points that agree in the coordinates before it."""
+    """Values of a key in the points with equal coordinates before it."""
     place = COORDINATES.index(key) if key in COORDINATES else 0
     before = COORDINATES[:place]
     same = [p for p in points if all(p.get(k) == chosen.get(k) for k in before)]

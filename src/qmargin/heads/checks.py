@@ -35,7 +35,7 @@ def check_arguments(embedding_dim: object, num_classes: object, loss: object) ->
 
 
 def check_settings(head: MarginClassifier, dtype: torch.dtype) -> None:
-    """Refuse settings that no step could be taken with."""
+    """Refuse settings with which no step is possible."""
     if head.gradient not in ("dense", "sparse", "fused"):
         raise ConfigError(f"gradient is {head.gradient!r}; known ones are dense, sparse, fused")
     if dtype not in (torch.float32, torch.float64):
@@ -73,7 +73,7 @@ def available_memory(device: torch.device) -> int | None:
         return free + cached
     if device.type != "cpu":
         return None
-    facts = Path("/proc/meminfo")  # counts what caches would give back; sysconf does not
+    facts = Path("/proc/meminfo")  # includes memory that caches can release; sysconf does not
     for line in facts.read_text(encoding="ascii").splitlines() if facts.exists() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -123,7 +123,7 @@ def check_embeddings(head: MarginClassifier, embeddings: Tensor) -> Tensor:
 
 
 def check_norms(norms: Tensor, *, debug: bool) -> None:
-    """Refuse rows without a direction; on a GPU, where that would wait, their loss is NaN."""
+    """Refuse rows without a direction; a GPU would have to wait, so there their loss is NaN."""
     if norms.is_cuda and not debug:
         return
     norms = norms.detach()
@@ -146,7 +146,17 @@ def check_prototypes(head: MarginClassifier) -> None:
     if found:
         raise DataError(
             f"the prototype of class {min(found)} is zero or not finite, so every loss is NaN; "
-            "look for a diverged step, or draw the prototype anew"
+            "look for a diverged step, or draw a new prototype"
+        )
+
+
+def check_layout(head: MarginClassifier) -> None:
+    """Refuse prototypes whose numbers kernels would look for elsewhere."""
+    prototypes = head.prototypes
+    if not prototypes.is_contiguous() and "triton" in head.kernels.__name__:
+        raise ShapeError(
+            f"the prototypes have strides {prototypes.stride()}, and kernels read whole rows of "
+            "them; assign a contiguous tensor: head.prototypes.data = weights.contiguous()"
         )
 
 
@@ -178,8 +188,8 @@ def check_data_parallel(head: MarginClassifier) -> None:
 def exclude_from_ddp(model: nn.Module) -> nn.Module:
     """Exclude sharded prototypes of a model from ``DistributedDataParallel``.
 
-    Call it before wrapping a model that contains a ``MarginClassifier(group=...)``. Every rank has
-    prototypes of its own there, which must not be overwritten by those of rank 0 or averaged.
+    Call it before wrapping a model that contains a ``MarginClassifier(group=...)``. Each rank has
+    its own prototypes there, which must be neither overwritten by those of rank 0 nor averaged.
     Returns the same model.
 
     Examples:

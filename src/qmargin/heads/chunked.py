@@ -1,7 +1,7 @@
 """The chunked step: any alpha, over blocks of classes that are computed and discarded.
 
-Forward solves every row by passes over the blocks, and pulls the embeddings' gradient out of the
-posterior while it is at hand. Backward computes the blocks once more, for the prototypes' gradient.
+Forward solves every row by passes over the blocks, and computes the embeddings' gradient from the
+posterior in the same pass. Backward computes the blocks again, for the prototypes' gradient.
 
 **Which logits.** The others' cosines are products of operands in ``Chunked.dtype``. With half
 operands the loss is that of the *rounded* unit vectors, summed in float32, and its gradient is
@@ -52,20 +52,22 @@ from qmargin.kernels.solver import (
     posterior_rows,
     reference_gradient,
     row_sums,
+    slacks,
     solve_rows,
     uses_slack,
 )
 from qmargin.losses.hardness import hardness
+from qmargin.losses.references import MOST_STEEP
 from qmargin.transfers import Reading
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 25}  # in a block; about six such tensors live at once
-HALF_FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
+HALF_FACTOR = 2.0**15  # posteriors are at most one; this factor uses the range of float16
 FUSED_LOGITS = {"cuda": 1 << 27}  # of a block only its half posterior and gradient rows live
 NUM_COARSE = 8192  # sets of classes whose maxima bound the root
-PULL_BLOCKS = 2  # at a time in passes that make no gradient rows: fewer launches, as much memory
+PULL_BLOCKS = 2  # at a time in passes without gradient rows: fewer launches, same memory
 TILE = 256  # classes: a block of whole tiles wastes none
 # Weights of the softmax pass are relative to a guess of the largest cosine, times this: room for
 # cosines above the guess, and for the many far below it.
@@ -83,8 +85,29 @@ class SoftmaxSums(NamedTuple):
     is_doubtful: Reading | None = None  # whether the guess of the largest cosine was too low
 
     def verify(self) -> bool:
-        """Wait for the device; True if the sums hold."""
+        """Wait for the device; True if the sums are valid."""
         return self.is_doubtful is None or not bool(self.is_doubtful.wait())
+
+
+class Bounds(NamedTuple):
+    """Classes that bound each row's root from below."""
+
+    cosines: Tensor  # [B, n]
+    measures: Tensor | None  # [B, n] or [1, n]: log reference measures; None for zero
+    largest: Tensor | None = None  # [B]: cosine of any class, where it is none of these
+
+    def best(self, group: int, scale: float, b: float) -> Bounds:
+        """Of each group of consecutive ones the best bound on its own (M4), ``[B, n / group]``."""
+        spare = (0, -self.cosines.shape[1] % group)
+        cosines = pad(self.cosines, spare, value=-torch.inf).unflatten(1, (-1, group))
+        if self.measures is None:
+            return Bounds(cosines.amax(2), None)
+        measures = pad(self.measures.expand_as(self.cosines), spare).unflatten(1, (-1, group))
+        bounds = cosines - slacks(level_cost(-measures, b), b) / scale
+        bounds = bounds.masked_fill_(cosines == -torch.inf, -torch.inf)  # not infinity less itself
+        index = bounds.argmax(2, keepdim=True)
+        found, measured = (part.gather(2, index).squeeze(2) for part in (cosines, measures))
+        return Bounds(found, measured, self.largest)
 
 
 class SolvedBlocks(NamedTuple):
@@ -109,7 +132,7 @@ class Chunks:
     """A batch against all prototypes, block by block."""
 
     limits, tile = CHUNK_LOGITS, 1  # logits in a block, by device; classes that are not split
-    weight = 1.0  # how many classes each of these stands for: one, except in a sample
+    weight = 1.0  # classes that each of these represents: one, except in a sample
     group_maxima: Tensor | None = None  # of a sparse step before this one, if there was one
 
     def __init__(
@@ -137,7 +160,7 @@ class Chunks:
         self.size = max(self.tile, size // self.tile * self.tile)
 
     def sample(self, step: int) -> Chunks:
-        """The same batch against every ``step``-th class, which stands for all of them."""
+        """The same batch against every ``step``-th class, as a sample of all classes."""
         few = copy(self)
         few.weight, few.group_maxima = float(step), None
         few.prototypes, few.inverse_norms = self.prototypes[::step], self.inverse_norms[::step]
@@ -205,7 +228,7 @@ class Chunks:
             yield where, unit, *posterior_rows(logits, measure, zero, level, self.b)
 
     def softmax_sums(self, *, pulls: bool, is_certain: bool = False) -> SoftmaxSums:
-        """Everything that ``alpha = 1`` needs of the others, in one pass."""
+        """Sums over the others that ``alpha = 1`` needs, in one pass."""
         scale, embeddings = self.scale, self.embeddings
         top = embeddings.new_full((len(embeddings),), -torch.inf)
         mass = torch.zeros_like(top, dtype=torch.float64)
@@ -235,15 +258,22 @@ class Chunks:
             mass, slope = mass + sums.mass.double(), slope + sums.slope.double()
         return RowSums(mass, slope)
 
-    def maxima(self) -> Tensor:
-        """Largest cosine of each group of consecutive classes, targets left out."""
-        parts = [self.embeddings.new_empty((len(self.embeddings), 0), dtype=self.dtype)]
+    def bounds(self) -> Bounds:
+        """Of each group of consecutive classes the best bound of the root, targets left out."""
+        nothing = self.embeddings.new_empty((len(self.embeddings), 0), dtype=self.dtype)
+        found, measured = [nothing], [nothing]
+        largest = torch.full_like(self.embeddings[:, 0], -torch.inf, dtype=self.dtype)
         for where, unit in self.blocks():
             cosines = self.cosines(where, unit)
-            if missing := -cosines.shape[1] % self.group:
-                cosines = pad(cosines, (0, missing), value=-torch.inf)
-            parts.append(cosines.unflatten(1, (-1, self.group)).amax(2))
-        return torch.cat(parts, 1)
+            block = Bounds(cosines, self.log_reference(where, unit))
+            best = block.best(self.group, self.scale, self.b)
+            found.append(best.cosines)
+            if best.measures is not None:
+                measured.append(best.measures)
+                largest = torch.maximum(largest, cosines.amax(1))
+        if self.reference is None:
+            return Bounds(torch.cat(found, 1), None)
+        return Bounds(torch.cat(found, 1), torch.cat(measured, 1), largest)
 
     def sums_at(
         self, anchor: Tensor, level: Tensor, *, pulls: bool
@@ -334,7 +364,7 @@ class FusedChunks(Chunks):
 
     @property
     def kernels(self) -> Any:
-        """Loaded where they can run only."""
+        """Import the kernels, which is only possible where they can run."""
         return import_module("qmargin.kernels.triton.blocks")
 
     @property
@@ -357,7 +387,7 @@ class FusedChunks(Chunks):
         given = ((shift, level), self.scale, self.b)
         options["measures"] = self.measures
         for where in self.ranges(num_blocks):
-            # No name for the block here: it must be gone before the next is made.
+            # Keep no reference to the block: it must be freed before the next is made.
             yield where, self.kernels.posterior_block(self.batch, where, *given, **options)
 
     def add_pull_(self, pulled: Tensor, weights: Tensor, where: slice, factor: float) -> None:
@@ -370,7 +400,7 @@ class FusedChunks(Chunks):
     ) -> Callable[[], None]:
         """Fill ``tiles`` with sums and ``pulled`` with all but the last blocks; return their pull.
 
-        It is for later: while it runs, the host can read whether the sums hold.
+        It is returned for later use: while it runs, the host can check the sums.
         """
         for where, block in self.weighed(*root, PULL_BLOCKS, factor=factor, into=tiles):
             if pulled is None:
@@ -401,7 +431,7 @@ class FusedChunks(Chunks):
         # Where the guess was far too low, weights were cut off and masses may have overflowed.
         room = min(torch.finfo(self.operand_dtype).max / GUESS_FACTOR, 2.0**100)
         is_doubtful = (~(masses < room)).any().to(torch.int32)
-        is_doubtful = self.ranks.max_(is_doubtful)  # all ranks begin again, or none
+        is_doubtful = self.ranks.max_(is_doubtful)  # all ranks start again, or none
         reading = Reading(is_doubtful)
         pull_rest()
         return SoftmaxSums(guess, masses.sum(1, dtype=torch.float64), pulled, reading)
@@ -411,18 +441,20 @@ class FusedChunks(Chunks):
         given = (shift, level, self.scale, self.b, self.measures)
         return RowSums(*self.kernels.row_sums(self.batch, *given))
 
-    def maxima(self) -> Tensor:
+    def bounds(self) -> Bounds:
         """Maxima of sets of groups: fewer than of groups, and almost as good a bound."""
         maxima, self.group_maxima = self.group_maxima, None
         if maxima is None:
             maxima = self.head.kernels.group_maxima(*self.batch)
         whole = maxima.shape[1] // NUM_COARSE * NUM_COARSE
-        if whole == 0:
-            return maxima
-        coarse = maxima[:, :whole].reshape(len(maxima), -1, NUM_COARSE).amax(1)
-        rest = maxima[:, whole:]
-        coarse[:, : rest.shape[1]] = torch.maximum(coarse[:, : rest.shape[1]], rest)
-        return coarse
+        if whole:
+            coarse = maxima[:, :whole].reshape(len(maxima), -1, NUM_COARSE).amax(1)
+            rest = maxima[:, whole:]
+            coarse[:, : rest.shape[1]] = torch.maximum(coarse[:, : rest.shape[1]], rest)
+            maxima = coarse
+        if self.reference is None:
+            return Bounds(maxima, None)
+        return Bounds(maxima, torch.full_like(maxima[:1], self.reference.bounds[0]))
 
     def sums_at(
         self, anchor: Tensor, level: Tensor, *, pulls: bool
@@ -517,7 +549,7 @@ def log_sum_exp(chunks: Chunks, target: Target, sums: SoftmaxSums) -> SolvedBloc
 
 cached_hardness = lru_cache(hardness)
 MAX_PASSES = 96
-NUM_PASSES = 8  # that are launched without a look at their results; those not needed do nothing
+NUM_PASSES = 8  # launched before their results are known; unneeded ones do nothing
 SAMPLE = 1 << 16  # classes that a sample of many has; of fewer it has one in `MIN_STEP`
 MIN_STEP = 16
 MIN_SUPPORT = 64  # active classes in a sample for its root to be a better start than the maxima's
@@ -557,10 +589,12 @@ class RootSearch:
         """Begin rows at the root of a sample if enough of it is active, else at the maxima's."""
         step = _step_of_sample(chunks)
         if step is None:
-            return cls.from_maxima(chunks, target, chunks.maxima())
+            return cls.from_bounds(chunks, target, chunks.bounds())
         few = chunks.sample(step)
-        # One maximum: a few steps more on the sample cost less than a root over many of them.
-        search = cls.from_maxima(few, target, few.maxima().amax(1, keepdim=True))
+        # One bound: a few steps more on the sample cost less than a root over many of them.
+        bounds = few.bounds()
+        bounds = bounds.best(bounds.cosines.shape[1], chunks.scale, chunks.b)
+        search = cls.from_bounds(few, target, bounds)
         sums = search.run(1e-2)  # about as far as a sample can be trusted
         search.chunks = chunks
         # How many classes would be active, were all equally so: the mass is a sum of x^n and the
@@ -569,26 +603,30 @@ class RootSearch:
         num_effective = ((sums.slope.log() - (1.0 - b) * sums.mass.log()) / b).exp()
         is_enough = num_effective >= step * MIN_SUPPORT
         if not bool(is_enough.all()):
-            other = cls.from_maxima(chunks, target, chunks.maxima())
+            other = cls.from_bounds(chunks, target, chunks.bounds())
             search.anchor = torch.where(is_enough, search.anchor, other.anchor)
             search.level = torch.where(is_enough, search.level, other.level)
         return search
 
     @classmethod
-    def from_maxima(cls, chunks: Chunks, target: Target, maxima: Tensor) -> RootSearch:
-        """Begin at the root over group maxima and the target, a lower bound of ``tau`` (M13)."""
+    def from_bounds(cls, chunks: Chunks, target: Target, bounds: Bounds) -> RootSearch:
+        """Begin at the root over some classes and the target, a lower bound of ``tau`` (M13)."""
         b = chunks.b
-        logits = torch.cat([maxima.double() * chunks.scale, target.logits[:, None]], 1)
-        least, most = (0.0, 0.0) if chunks.reference is None else chunks.reference.bounds
-        reference = torch.full_like(logits, math.log(chunks.weight) + least)
+        logits = torch.cat([bounds.cosines.double() * chunks.scale, target.logits[:, None]], 1)
+        reference = torch.full_like(logits, math.log(chunks.weight))
+        if bounds.measures is not None:
+            reference[:, :-1] += bounds.measures
         reference[:, -1] = target.log_reference
         tolerance = 1e-6 if b <= 1.0 else 1e-14  # above alpha = 2 it must not pass the root
         anchor, level, _ = solve_rows(logits, reference, b, tolerance=tolerance)
         best = logits.amax(1)
+        if bounds.largest is not None:
+            best = torch.maximum(best, bounds.largest.double() * chunks.scale)
         if chunks.ranks.world > 1:  # the largest bound of any rank, seen from a common anchor
             common, best = chunks.ranks.max_(anchor.clone()), chunks.ranks.max_(best)
             level = level - level_step(b) * (anchor - common)
             anchor, level = common, -chunks.ranks.max_(-level)
+        most = 0.0 if chunks.reference is None else chunks.reference.bounds[1]
         measure = torch.full_like(level, chunks.head.num_classes - 1.0).log() + most
         measure = torch.logaddexp(measure, target.log_reference)
         low = level_step(b) * (anchor - best) + level_cost(-measure, b)  # M4
@@ -629,7 +667,7 @@ class RootSearch:
 
 
 def _step_of_sample(chunks: Chunks) -> int | None:
-    """One in how many classes a sample has; None where too few of it can be expected active."""
+    """Stride of a sample of classes; None if too few of them can be expected to be active."""
     num_classes, dim = chunks.head.num_classes, chunks.head.embedding_dim
     step = max(MIN_STEP, num_classes // SAMPLE)
     if chunks.b > 1.0 or num_classes < step * MIN_SUPPORT or dim < 2:
@@ -764,6 +802,12 @@ class ChunkedGradient(PrototypeGradient):
         return self.bound < torch.finfo(self.chunks.embeddings.dtype).max  # false for NaN
 
 
+def _is_mild(reference: RowReference, b: float) -> bool:
+    """Whether kernels take it: they compare no prototypes, and their levels are float32."""
+    steepness = abs(b) * max(-reference.bounds[0], reference.bounds[1])
+    return reference.pair is None and steepness <= math.log(MOST_STEEP)
+
+
 def chunked_step(
     head: MarginClassifier,
     embeddings: Tensor,
@@ -774,7 +818,7 @@ def chunked_step(
 ) -> ChunkedStep:
     """A step for unit embeddings, with ``maxima`` of a sparse step's groups if there was one.
 
-    A certain step takes no short cut that would have to be verified.
+    A certain step takes no shortcut that has to be verified.
     """
     local, columns = own_labels(head, labels)
     dtype = head.chunk_dtype
@@ -788,8 +832,7 @@ def chunked_step(
     if head.ranks.world > 1:
         targets = torch.where((local >= 0)[:, None], targets, 0.0)
     reference = row_reference(head, targets)
-    # Nor do they compare prototypes.
-    has_kernels = has_kernels and (reference is None or reference.pair is None)
+    has_kernels = has_kernels and (reference is None or _is_mild(reference, b))
     if is_half and has_kernels and (b == 0.0 or MIN_FUSED <= b <= 1.0):
         chunks: Chunks = FusedChunks(head, embeddings.detach(), local, reference)
         chunks.group_maxima = maxima

@@ -63,17 +63,17 @@ ROW_LOSSES: dict[str, Callable[..., tuple[Tensor, StepRecord]]] = {
     "sampled": sampled_rows,
     "top_k": top_k_rows,
 }
-# Attributes that change in every step: nn.Module need not look for parameters in them.
+# Attributes that change in every step, which nn.Module need not search for parameters.
 CHANGING = frozenset(
     (
         *("_labels", "_num_resting", "_num_watched", "_reading", "_reason", "_stamp", "_step"),
         *("_unverified", "_was_chunked", "fused_gradient", "list_lengths"),
     )
 )
-PADDING = 256  # the screen's tiles: a copy of the prototypes has a multiple of this many rows
+PADDING = 256  # tile of the screen: the copy of the prototypes has a multiple of this many rows
 NUM_MEASURED = 4  # steps whose support decides the next path
 WATCH_EVERY = 16  # steps on one GPU, of which one is watched
-REST = 4096  # steps that go by lists after a row had more candidates than a matrix step lists
+REST = 4096  # steps by lists after a row had more candidates than a matrix step can list
 
 
 class MarginClassifier(nn.Module):
@@ -84,7 +84,7 @@ class MarginClassifier(nn.Module):
         num_classes: ``k``, any number.
         loss: A ``MarginLoss``; its ``reduction`` is that of the head's loss. ``"none"`` gives one
             value per row, on a single rank.
-        path: How a step is taken: ``Sparse()`` (exact lists of active classes, ``alpha > 1``),
+        path: Algorithm of a step: ``Sparse()`` (exact lists of active classes, ``alpha > 1``),
             ``Chunked()`` (blocks of classes, any alpha), ``Dense()`` (all cosines, any
             divergence), ``Sampled(rate=0.1)`` (Partial FC), ``TopK(percent=5)`` (the paper's
             procedure), or ``Auto()``, which chooses between the first three and says why in
@@ -102,10 +102,10 @@ class MarginClassifier(nn.Module):
 
     Prototypes may be changed by any optimizer, any in-place operation on the parameter, and through
     ``prototypes.data``. After a write that leaves no trace there (a NumPy array that shares the
-    memory, a view kept of ``.data``), call ``refresh(force=True)``.
+    memory, a stored view of ``.data``), call ``refresh(force=True)``.
 
     A prototype that is zero or not finite has no direction, so the loss of every row is NaN, and so
-    are the gradients of the rows and of their classes, on every path that looks at the class. A
+    are the gradients of the rows and of their classes, on every path that uses the class. A
     loss with ``debug=True`` raises instead and names the class.
 
     Examples:
@@ -146,7 +146,8 @@ class MarginClassifier(nn.Module):
         self.fused_gradient: PrototypeGradient | None = None  # for a fused optimizer to apply
         self._step: StepRecord | None = None
         self._labels: Tensor | None = None  # of the last pass, over all ranks
-        # A speculative step, and what puts margin and reference back into their state before it.
+        # A speculative step, and a function that restores the earlier state of margin and
+        # reference.
         self._unverified: tuple[SparseStep | ChunkedStep, Callable[[], object]] | None = None
         self._reason = ""
         self._shares: deque[float] = deque(maxlen=NUM_MEASURED)
@@ -182,7 +183,7 @@ class MarginClassifier(nn.Module):
 
     @property
     def path(self) -> StepPath:
-        """How a step is taken; a path or the name of one may be assigned."""
+        """Algorithm of a step; a path or its name may be assigned."""
         return self._path
 
     @path.setter
@@ -232,7 +233,7 @@ class MarginClassifier(nn.Module):
 
     @property
     def last_step(self) -> StepStats | None:
-        """What the last forward pass did, None for one that is not verified; waits for a GPU."""
+        """Statistics of the last forward pass; None if it is not verified. Waits for a GPU."""
         if self._step is None or not self.is_verified:
             return None
         assert self._labels is not None  # of the same pass
@@ -241,16 +242,21 @@ class MarginClassifier(nn.Module):
         return replace(stats, reason="; ".join(reasons))
 
     def refresh(self, *, force: bool = False) -> None:
-        """Bring the screened copy up to date if the prototypes changed or moved since."""
+        """Update the screened copy if the prototypes have changed or moved since."""
         prototypes = self.prototypes
-        home = (prototypes.data_ptr(), prototypes.device, prototypes.dtype, self.screen_dtype)
+        home = (
+            *(prototypes.data_ptr(), prototypes.stride()),
+            *(prototypes.device, prototypes.dtype, self.screen_dtype),
+        )
         if force or home != self._home or not self._is_current():
-            self._refresh(home)
+            with torch.cuda.device_of(prototypes):
+                self._refresh(home)
 
-    @torch.inference_mode(False)  # training continues with what an evaluation made
+    @torch.inference_mode(False)  # training reuses a copy made in evaluation
     def _refresh(self, home: tuple[Any, ...]) -> None:
         prototypes = self.prototypes.detach()
         if home != self._home:
+            checks.check_layout(self)
             k, d = prototypes.shape
             padded = -(-k // PADDING) * PADDING
             self.copy = prototypes.new_zeros((padded, d), dtype=self.screen_dtype)
@@ -266,14 +272,14 @@ class MarginClassifier(nn.Module):
         self.may_have_moved = self.prototypes.grad is not None
 
     def _is_current(self) -> bool:
-        """Whether the copy is certainly that of the prototypes as they are now."""
+        """Whether the copy certainly matches the current prototypes."""
         if self.may_have_moved or self._home is None:
             return False
         stamp = self._read_stamp()
         return stamp is not None and stamp == self._stamp
 
     def note_current(self) -> None:
-        """The screened copy is that of the prototypes as they are now."""
+        """Note that the screened copy matches the current prototypes."""
         self._stamp = self._read_stamp()
 
     def _read_stamp(self) -> tuple[int, int] | None:
@@ -292,13 +298,19 @@ class MarginClassifier(nn.Module):
 
         It is reduced as the loss says: a scalar, or ``[B]`` for ``reduction="none"``. With several
         ranks each passes its own rows, some of them none, and gets the mean or sum over all;
-        ``sizes``, how many rows each has, saves asking them.
+        ``sizes``, the number of rows of each rank, saves one exchange.
 
-        A step guesses the sizes of its lists and waits for the device to see whether they sufficed.
+        A step guesses the sizes of its lists and waits for the device to check them.
         With ``speculative=True``, a fused gradient and one rank it does not wait: the host may
         launch the backward pass, and must call ``verify`` before it uses the loss or steps an
         optimizer.
         """
+        with torch.cuda.device_of(self.prototypes):  # Triton launches on the current device
+            return self._forward(embeddings, labels, sizes, speculative)
+
+    def _forward(
+        self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None, speculative: bool
+    ) -> Tensor:
         checks.check_data_parallel(self)
         loss = self.captured_steps.replay(self, embeddings, labels)
         if loss is not None:
@@ -328,7 +340,7 @@ class MarginClassifier(nn.Module):
                 "the last forward pass was speculative and its gradient is not verified; call "
                 "head.verify() or head.discard() before the next"
             )
-        self._step = self._unverified = None  # what they kept is free for this step
+        self._step = self._unverified = None  # their memory is free for this step
         self._labels = labels
         form = closed_form(self.loss.margin)
         has_reference = self.loss.active_reference is not None
@@ -380,7 +392,7 @@ class MarginClassifier(nn.Module):
         """Return True if the last forward pass is valid; waits for the device.
 
         False means that the list sizes of a speculative pass did not suffice: all gradients of the
-        batch are void, those of the backbone included. Repeat it without ``speculative``.
+        batch are invalid, including those of the backbone. Repeat it without ``speculative``.
         """
         if self._unverified is None:
             return True
@@ -396,7 +408,7 @@ class MarginClassifier(nn.Module):
         return is_valid
 
     def discard(self) -> None:
-        """Undo a speculative forward pass, as if its batch had never come."""
+        """Undo a speculative forward pass."""
         if self._unverified is not None:
             step, restore_margin = self._unverified
             restore_margin()
@@ -405,9 +417,9 @@ class MarginClassifier(nn.Module):
             self._unverified = self.list_lengths = self._step = None
 
     def _note_share(self) -> None:
-        """Note the support of the last step, for ``auto`` to choose by.
+        """Record the support of the last step, by which ``auto`` chooses.
 
-        On one GPU nothing waits: at intervals the numbers of its rows are copied to the host,
+        On one GPU nothing waits: at intervals the statistics of the rows are copied to the host,
         and read in a later step, when the copy is complete.
         """
         step = self._step
@@ -431,7 +443,7 @@ class MarginClassifier(nn.Module):
             self._reading = Reading(step.candidates()), isinstance(step, MatrixStep)
 
     def _learn(self, candidates: Tensor, is_matrix: bool) -> None:
-        """Take note of the candidates of rows, ``[B]`` on the host, of a recent step."""
+        """Record the number of candidates of each row, ``[B]`` on the host, of a recent step."""
         self._shares.append(float(candidates.double().mean()) / self.num_classes)
         if is_matrix:
             if float(candidates.max()) > CAPACITY:
@@ -440,7 +452,7 @@ class MarginClassifier(nn.Module):
             if choice.path == "sparse" and choice.by_matrix:
                 self._reason = choice.reason
             else:
-                self.captured_steps = CapturedSteps()  # the next step goes another way
+                self.captured_steps = CapturedSteps()  # the next step takes a different path
 
     @property
     def _is_sparse_loss(self) -> bool:
@@ -451,13 +463,13 @@ class MarginClassifier(nn.Module):
 
     @property
     def _can_fuse(self) -> bool:
-        """Whether kernels take a whole sparse step."""
+        """Whether kernels compute a whole sparse step."""
         return self.ranks.world == 1 and hasattr(self.kernels, "find_support")
 
     def _take_lists(
         self, embeddings: Tensor, labels: Tensor, form: ClosedForm, speculative: bool
     ) -> tuple[Tensor | None, ListOverflow | None]:
-        """Take a sparse step by kernels: its loss, or why lists do not serve this batch."""
+        """Take a sparse step by kernels: its loss, or the reason why lists do not suit it."""
         given, restore_margin = (embeddings, labels, form), _snapshot(self.loss)
         try:
             step = fused_sparse_step(self, *given)
@@ -524,7 +536,7 @@ class MarginClassifier(nn.Module):
     def _choose(self, num_rows: int) -> Choice:
         """The path of this step."""
         if not isinstance(self.path, Auto):
-            return Choice(self.path.name, f"path={self.path.name!r} was asked for")
+            return Choice(self.path.name, f"path={self.path.name!r} was requested")
         divergence = self.loss.divergence
         is_known = isinstance(divergence, Alpha) and not _is_learned(divergence)
         is_resting = self._num_resting > 0
@@ -544,7 +556,7 @@ class MarginClassifier(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        """The prototypes, by the name that most heads give them."""
+        """The prototypes, under the name that most heads use."""
         return self.prototypes
 
     def cosines(self, embeddings: Tensor) -> Tensor:
@@ -578,7 +590,7 @@ class MarginClassifier(nn.Module):
         A row has zero loss where its gap is at least ``qmargin.reach`` of the loss at its cosine.
         All classes are compared, also where the path samples them, by one product with blocks of
         prototypes. Ignored rows are NaN. With several ranks all have to call it, each with its own
-        rows; ``sizes``, how many rows each has, saves asking them.
+        rows; ``sizes``, the number of rows of each rank, saves one exchange.
         """
         rows = checks.check_embeddings(self, embeddings).detach().to(self.prototypes.dtype)
         check_label_tensor(labels, embeddings, "embeddings")
@@ -618,13 +630,13 @@ class MarginClassifier(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Take prototypes that come alone, or by the name ``weight``, as other heads save them."""
+        """Load prototypes that are saved alone, or as ``weight``, as other heads save them."""
         own, other = f"{prefix}prototypes", f"{prefix}weight"
         if other in state_dict and own not in state_dict:
             state_dict[own] = state_dict.pop(other)
         extra = f"{prefix}_extra_state"
         if own in state_dict and extra not in state_dict:
-            state_dict[extra] = self.get_extra_state()  # samples and choices go on as they were
+            state_dict[extra] = self.get_extra_state()  # samples and choices continue
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def next_seed(self) -> int:
@@ -637,7 +649,7 @@ class MarginClassifier(nn.Module):
         return self.path.seed if isinstance(self.path, Sampled) else 0
 
     def get_extra_state(self) -> Tensor:
-        """What the next samples and the next choice of path depend on, as integers."""
+        """State on which the next samples and the next choice of path depend, as integers."""
         shares = torch.tensor(list(self._shares), dtype=torch.float64).view(torch.int64)
         numbers = [self._sample_seed, self._num_samples, int(self._was_chunked)]
         return torch.cat([torch.tensor(numbers, dtype=torch.int64), shares])
@@ -661,7 +673,7 @@ class MarginClassifier(nn.Module):
         return f"{text}, gradient={self.gradient!r}, screen_dtype={self.screen_dtype}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle holds: no step in flight, and no copy that can be made again."""
+        """State of a copy or a pickle, without pending steps and without the screened copy."""
         names = (
             "fused_gradient _labels _step _unverified _home _kernels _kernels_key _stamp _reading"
         )
@@ -674,7 +686,7 @@ class MarginClassifier(nn.Module):
 
 
 def _snapshot(loss: MarginLoss) -> Callable[[], object]:
-    """A function that puts margin and reference back into their state, as running statistics."""
+    """Return a function that restores the state of margin and reference."""
     reference = loss.reference
     changing: list[nn.Module] = [loss.margin] if isinstance(loss.margin, nn.Module) else []
     if reference is not None and reference.changes_in_training:

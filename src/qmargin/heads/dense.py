@@ -2,12 +2,12 @@
 
 The other paths are tested against the dense step. A class outside the sample has gradient zero in
 that step: with a dense gradient and ``torch.optim.SGD`` it still moves by momentum and weight
-decay, as in the second version of Partial FC; with a sparse gradient, or ``SparseSGD``, it stays
-where it is, as in the first.
+decay, as in the second version of Partial FC; with a sparse gradient, or ``SparseSGD``, it does not
+change, as in the first.
 
 The paper finds the largest cosines of each row by sorting in half precision. The root over them is
 the root over all classes if no class left out can be active (M8). The check allows for the rounding
-of the sort: it asks of the largest cosine that could have been left out. A batch that fails it is
+of the sort: it tests the largest cosine that could have been left out. A batch that fails it is
 solved again with twice as many, up to all.
 """
 
@@ -82,7 +82,7 @@ def unit_prototypes(head: MarginClassifier, classes: Tensor | None = None) -> Te
 
 @dataclass
 class DenseStep:
-    """Record of a step whose cosines all exist, kept until the next step or the first question."""
+    """Record of a step with all cosines; it is summarised when it is first read."""
 
     path: str
     output: LossOutput  # detached
@@ -184,7 +184,7 @@ def _rows_of(
 
 @dataclass(frozen=True)
 class OwnLabels:
-    """A margin that looks at the labels among all classes, not at those among the sampled ones."""
+    """Margin that uses labels among all classes, not those among the sampled classes."""
 
     margin: Margin
     labels: Tensor  # [B]
@@ -219,7 +219,7 @@ BLOCK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 25}  # solved at a time, in float64
 
 @dataclass
 class TopKStep:
-    """One forward and backward pass; what the autograd function and the record share."""
+    """State of one forward and backward pass, shared by autograd function and record."""
 
     scale: float
     b: float

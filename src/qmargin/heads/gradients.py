@@ -41,7 +41,7 @@ class PrototypeGradient:
         raise NotImplementedError
 
     def raw_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """Return ``blocks`` for a consumer that reads the prototypes anyway.
+        """Return ``blocks`` for a consumer that also reads the prototypes.
 
         A third item, if any, times the rows is the gradient of the *unit* prototypes.
         """
@@ -184,7 +184,7 @@ _WITHOUT_OPTIMIZER: weakref.WeakSet[MarginClassifier] = weakref.WeakSet()
 
 @cache
 def _hook_optimizers() -> None:
-    """Have every optimizer of torch check whether it was given prototypes it cannot step."""
+    """Make every optimizer of torch check for prototypes that it cannot update."""
     register_optimizer_step_pre_hook(_refuse_to_skip)
 
 
@@ -196,6 +196,6 @@ def _refuse_to_skip(optimizer: Optimizer, *_: Any) -> None:
         if is_waiting and any(value is head.prototypes for value in stepped):
             raise ConfigError(
                 f"gradient='fused' leaves {type(optimizer).__name__} no gradient of the "
-                "prototypes; step them with qmargin.ExactSGD(head, lr=...) or SparseSGD, or build "
+                "prototypes; update them by qmargin.ExactSGD(head, lr=...) or SparseSGD, or build "
                 "the head with gradient='dense'"
             )

@@ -1,16 +1,17 @@
 """Steps on one half-precision ``[B, k]`` matrix: few launches, and no host wait.
 
-For one GPU and as many classes as make the matrix affordable. Above ``alpha = 1`` the matrix has
-screened cosines: candidates are scored against the master prototypes and solved in float64, as in
-``heads.sparse``, and a row whose list is too short is solved without one, so that nothing has to be
-verified. At ``alpha = 1`` it has posteriors, which are multiplied as in ``heads.chunked``. Steps of
-one shape are captured as CUDA graphs.
+For one GPU and a number of classes for which the matrix fits into memory. Above ``alpha = 1`` the
+matrix has screened cosines: candidates are scored against the master prototypes and solved in
+float64, as in ``heads.sparse``, and a row whose list is too short is solved without one, so no step
+has to be verified. At ``alpha = 1`` it has posteriors, which are multiplied as in
+``heads.chunked``. Steps of one shape are captured as CUDA graphs.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -23,25 +24,26 @@ from torch.autograd.function import once_differentiable
 from qmargin.heads.gradients import PrototypeGradient, deliver
 from qmargin.heads.step import RowOutcome, RowSolution, StepStats, step_stats
 from qmargin.kernels.head_reference import UPDATE_CLASSES, PrototypeState, SgdRule, Target
+from qmargin.losses.divergences import Alpha
 from qmargin.losses.margins import ClosedForm
 from qmargin.losses.references import only_scales_margins
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
-CAPACITY = 8192  # classes that a row can list; a longer list costs time, nothing else
+CAPACITY = 8192  # classes that a row can list; a longer list only costs time
 CAPTURED_LOGITS = 1 << 27  # of larger steps the launches do not show
 STEPS_BEFORE_CAPTURE = 3  # of one kind, one after the other
 
 
 @cache
 def _kernels() -> Any:
-    """The module is loaded where Triton is, and nowhere else."""
+    """Import the kernels, which needs Triton."""
     return import_module("qmargin.kernels.triton.matrix")
 
 
 def fits(head: MarginClassifier, path: str, num_rows: int) -> bool:
-    """Whether a sparse or chunked step of this head goes by one matrix."""
+    """Whether a sparse or chunked step of this head uses one matrix."""
     limit, b = getattr(head.path, "matrix_logits", 0), head.alpha_minus_one
     reference = head.loss.active_reference
     if reference is not None and not only_scales_margins(reference, head.loss.scale):
@@ -253,7 +255,7 @@ class MatrixLoss(torch.autograd.Function):
 
 
 def _solve(head: MarginClassifier, rows: Any, has_gradient: bool) -> None:
-    """All that follows ``_prepare``."""
+    """Everything after ``_prepare``."""
     kernels, state = _kernels(), prototype_state(head)
     settings = {"scale": head.loss.scale, "has_gradient": has_gradient}
     b = head.alpha_minus_one
@@ -311,13 +313,14 @@ class CapturedSteps:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: tuple[Tensor, Tensor] | None = None
         self.step: MatrixStep | None = None
+        self.places: tuple[int, ...] = ()  # of what the graph reads of the head
         self.has_gradient = False
         self.pending: weakref.ref[Any] | None = None  # to the loss of the last replay
 
     def replay(self, head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> Tensor | None:
-        """Loss of a batch by the graph; None where it is one of another kind, or in use."""
+        """Loss of a batch by the graph; None where it is one of a different kind, or in use."""
         graph, step, inputs = self.graph, self.step, self.inputs
-        if graph is None or step is None or inputs is None:
+        if graph is None or step is None or inputs is None or not _can_capture(embeddings):
             return None
         if self._key(head, embeddings, labels) != self.key:
             return None
@@ -325,6 +328,9 @@ class CapturedSteps:
         if (last is not None and not last.is_done) or head.fused_gradient is not None:
             return None
         head.refresh()
+        if _places(head) != self.places:  # it was on another device in between
+            self.graph = self.inputs = self.step = None
+            return None
         inputs[0].copy_(embeddings.detach())
         inputs[1].copy_(labels)
         graph.replay()
@@ -335,16 +341,15 @@ class CapturedSteps:
     def is_due(self, head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> bool:
         """Whether this step is to be captured: it is one of several of the same kind."""
         if (
-            not embeddings.is_cuda
+            not _can_capture(embeddings)
             or not getattr(head.path, "capture", False)
             or len(embeddings) * head.num_classes > CAPTURED_LOGITS
-            or torch.cuda.is_current_stream_capturing()
         ):
             return False
         key = self._key(head, embeddings, labels)
         if key != self.key:
             self.key, self.count, self.pending = key, 0, None
-            self.graph = self.inputs = self.step = None  # frees the memory of another kind
+            self.graph = self.inputs = self.step = None  # frees the memory of a different kind
         self.count += 1
         return self.graph is None and self.count > STEPS_BEFORE_CAPTURE
 
@@ -359,26 +364,52 @@ class CapturedSteps:
     ) -> None:
         """Take a step and keep it as the graph."""
         self.inputs = (embeddings.clone(), labels.clone())
-        torch.cuda.current_stream().synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with _captured(embeddings.device) as graph:
             _prepare(head, step.rows, *self.inputs, margin, head.loss.reduction == "mean")
             _solve(head, step.rows, has_gradient)
         graph.replay()
         step.is_static, self.has_gradient = True, has_gradient
-        self.graph, self.step = graph, step
+        self.graph, self.step, self.places = graph, step, _places(head)
 
     @staticmethod
     def _key(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> tuple[Any, ...]:
-        """All that a graph depends on, apart from the contents of tensors."""
-        loss, prototypes = head.loss, head.prototypes
+        """Everything that a graph depends on, apart from the contents of tensors."""
+        loss, prototypes, divergence = head.loss, head.prototypes, head.loss.divergence
+        order = divergence.alpha_minus_one if isinstance(divergence, Alpha) else None
         return (
             embeddings.shape, embeddings.dtype, embeddings.device, embeddings.requires_grad,
             labels.shape, labels.dtype, labels.device, torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),  # whose tensors cannot be written to outside of it
             prototypes.requires_grad, prototypes.data_ptr(), head.path, head.gradient,
-            loss.divergence, loss.margin, loss.scale, loss.reduction, loss.ignore_index, loss.debug,
+            order, loss.margin, loss.scale, loss.reduction, loss.ignore_index, loss.debug,
             loss.active_reference,
         )  # fmt: skip
+
+
+def _can_capture(tensor: Tensor) -> bool:
+    """Whether this is a GPU's, and no graph of the user is being captured: they do not nest."""
+    return tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+
+def _places(head: MarginClassifier) -> tuple[int, ...]:
+    """Addresses of the prototypes, and of what is kept of them."""
+    kept = (head.prototypes, head.copy, head.inverse_norms, head.copy_error)
+    return tuple(tensor.data_ptr() for tensor in kept)
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of each device: that of ``torch.cuda.graph`` belongs to the first that captured."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _captured(device: torch.device) -> Iterator[torch.cuda.CUDAGraph]:
+    """A graph of what is launched inside; all of it has to be compiled before."""
+    torch.cuda.current_stream(device).synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), _capture_stream(device)
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        yield graph
 
 
 class MatrixUpdate:
@@ -406,17 +437,16 @@ class MatrixUpdate:
             self.rates.copy_(torch.tensor(rates), non_blocking=True)
             self.known_rates = rates
         flags = {"nesterov": rule.nesterov, "only_active": rule.only_active}
-        key = (None if momentum is None else momentum.data_ptr(), *flags.values())
-        can_replay = step.is_static and scale is self.one
+        places = (None if momentum is None else momentum.data_ptr(), *_places(step.head))
+        key = (*places, *flags.values())
+        can_replay = step.is_static and scale is self.one and _can_capture(step.rows.unit)
         if can_replay and self.graph is not None and self.step is step and key == self.key:
             self.graph.replay()
             return
         given = (gradient.pushed(momentum), scale, self.rates, step.head.copy_error, num_skipped)
         _kernels().sgd_update(*given, self.largest, **flags)
-        if can_replay and not torch.cuda.is_current_stream_capturing():
+        if can_replay:
             # Launched above, so compiled: the next update of this kind is replayed.
-            torch.cuda.current_stream().synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with _captured(step.rows.unit.device) as graph:
                 _kernels().sgd_update(*given, self.largest, **flags)
             self.graph, self.step, self.key = graph, step, key

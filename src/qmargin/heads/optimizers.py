@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class _FusedSGD(torch.optim.Optimizer):
-    """What both optimizers share.
+    """Base of both optimizers.
 
-    The gradient's scale is the ``.grad`` of a parameter of its own: one for a new gradient,
-    infinity for one that is not finite. ``torch.amp.GradScaler`` unscales and checks it.
+    The gradient's scale is the ``.grad`` of a separate parameter: one for a new gradient, infinity
+    for one that is not finite. ``torch.amp.GradScaler`` unscales and checks it.
     """
 
     _only_active: bool
@@ -91,7 +91,7 @@ class _FusedSGD(torch.optim.Optimizer):
         gradient = head.fused_gradient
         if gradient is not None and not head.is_verified:
             raise ConfigError(
-                "the gradient may be void: after a speculative forward pass, call head.verify() "
+                "the gradient may be invalid: after a speculative forward pass, call head.verify() "
                 "before an optimizer is used"
             )
         if gradient is not self._seen:
@@ -109,14 +109,14 @@ class _FusedSGD(torch.optim.Optimizer):
         gradient, scale = self._attach(), self._scale.grad
         if gradient is None or scale is None:
             return torch.zeros_like(self._scale.detach())
-        with torch.no_grad():
+        with torch.no_grad(), torch.cuda.device_of(scale):
             norm = gradient.norm()
             if self.head.ranks.world > 1:
                 norm = self.head.ranks.sum_(norm.square()).sqrt()
             return (norm * scale.abs()).to(scale.dtype)
 
     def scale_gradient_(self, factor: float | Tensor) -> None:
-        """Multiply the fused gradient, if there is one, without making it or waiting."""
+        """Multiply the fused gradient, if any, without building it or waiting."""
         self._attach()
         if self._scale.grad is not None:
             self._scale.grad.mul_(factor)
@@ -132,8 +132,8 @@ class _FusedSGD(torch.optim.Optimizer):
     ) -> float | None:
         """Apply and consume the fused gradient; without one, do nothing.
 
-        A gradient that is not finite, or whose scale is not, changes nothing at all: the step is
-        counted in ``num_skipped``, or raises with ``error_if_nonfinite``.
+        A gradient that is not finite, or whose scale is not, changes nothing: the step is counted
+        in ``num_skipped``, or raises an error with ``error_if_nonfinite``.
         """
         loss = None
         if closure is not None:
@@ -148,7 +148,7 @@ class _FusedSGD(torch.optim.Optimizer):
         gradient = head.fused_gradient
         is_new = gradient is not self._seen and not self.error_if_nonfinite
         if is_new and isinstance(gradient, MatrixGradient) and gradient.step.rows.factor.ndim == 0:
-            self._consume(gradient, self._matrix.one)  # its kernel sees if it is finite
+            self._consume(gradient, self._matrix.one)  # its kernel checks whether it is finite
             return loss
         gradient, scale = self._attach(), self._scale.grad
         if gradient is None or scale is None:
@@ -164,7 +164,8 @@ class _FusedSGD(torch.optim.Optimizer):
     def _consume(self, gradient: PrototypeGradient, scale: Tensor) -> None:
         head = self.head
         head.refresh()  # does nothing unless the prototypes changed since forward
-        self._update(gradient, scale)
+        with torch.cuda.device_of(scale):  # Triton launches on the current device
+            self._update(gradient, scale)
         torch.autograd.graph.increment_version(head.prototypes)  # kernels write without changing it
         head.note_current()
         self.zero_grad()
@@ -214,6 +215,9 @@ class _FusedSGD(torch.optim.Optimizer):
                     raise ConfigError(f"the saved {name} is {group[name]}; it must be 0 here")
         groups = [{**group, "params": [0, 1]} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})
+        own = self.state[self.head.prototypes]
+        if own.get("momentum_buffer") is not None:  # kernels read whole rows
+            own["momentum_buffer"] = own["momentum_buffer"].contiguous()
 
 
 class ExactSGD(_FusedSGD):
@@ -226,7 +230,7 @@ class ExactSGD(_FusedSGD):
         head: A ``MarginClassifier`` with ``gradient="fused"``.
         lr: Learning rate; schedulers of ``torch.optim.lr_scheduler`` change it as usual.
         momentum: Share of the momentum that is kept; 0 saves its memory.
-        weight_decay: Times the prototype, added to the gradient.
+        weight_decay: Factor of the prototype that is added to the gradient.
         nesterov: Look ahead along the new momentum.
         error_if_nonfinite: Raise instead of skipping a step whose gradient is not finite. It makes
             a GPU wait.
@@ -250,9 +254,9 @@ class SparseSGD(_FusedSGD):
 
     A class is active in a step if its gradient is not exactly zero. In that step its prototype,
     momentum and weight decay follow ``torch.optim.SGD`` on that row alone. In every other step the
-    row does not change at all: it does not decay, and its momentum waits, undiminished, for the
-    next step in which the class is active. So a step costs what its active classes cost, and a
-    rarely active class decays less than a busy one. Where all classes are active, as at
+    row does not change: it does not decay, and its momentum stays as it is until the next step in
+    which the class is active. So the cost of a step depends on its active classes, and a rarely
+    active class decays less than a frequently active one. Where all classes are active, as at
     ``alpha = 1``, the two optimizers are the same. The arguments are those of ``ExactSGD``.
     """
 
@@ -269,13 +273,13 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip ordinary and fused gradients together, by their global Euclidean norm.
 
-    As ``torch.nn.utils.clip_grad_norm_`` over all of them at once; a fused gradient is scaled
-    without being made.
+    This works like ``torch.nn.utils.clip_grad_norm_`` over all gradients; a fused gradient is
+    scaled without being built.
 
     Args:
-        parameters: Of the backbone, and any others; gradients may be dense or sparse.
-        optimizers: Whose fused gradients count as well.
-        max_norm: The norm is at most this afterwards.
+        parameters: Parameters of the backbone, and any others; gradients may be dense or sparse.
+        optimizers: Optimizers whose fused gradients are included.
+        max_norm: Largest norm after clipping.
         error_if_nonfinite: Raise, before anything is scaled, if the norm is not finite.
 
     Returns:

@@ -11,7 +11,7 @@ import torch
 from qmargin.errors import ConfigError
 from qmargin.losses.checks import check_number
 
-LIST_CAPACITY = 8192  # listed groups per row, on average, above which lists lose to blocks
+LIST_CAPACITY = 8192  # listed groups per row, on average, above which blocks are faster than lists
 MATRIX_LOGITS = 1 << 29  # a gibibyte of half-precision cosines
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -87,7 +87,7 @@ class Chunked(StepPath):
 
     @property
     def chunk_dtype(self) -> torch.dtype | None:
-        """The operands' precision, by the name it has in ``Sparse``."""
+        """The operands' precision, under its name in ``Sparse``."""
         return self.dtype
 
 
@@ -104,7 +104,7 @@ class Sampled(StepPath):
 
     Args:
         rate: Share of the classes that a step takes, in (0, 1].
-        seed: Of the samples; the position in their sequence is part of ``state_dict()``.
+        seed: Seed of the samples; the position in their sequence is part of ``state_dict()``.
     """
 
     name: ClassVar[str] = "sampled"
@@ -121,7 +121,7 @@ class TopK(StepPath):
     """The paper's procedure: bisection on the largest K percent of the logits, with a check; exact.
 
     Args:
-        percent: Of the classes, in (0, 100]; doubled while the check fails.
+        percent: Percentage of the classes, in (0, 100]; doubled while the check fails.
     """
 
     name: ClassVar[str] = "top_k"
@@ -157,8 +157,8 @@ def _check_matrix(matrix_logits: int) -> None:
         raise ConfigError(f"matrix_logits is {matrix_logits}; it must be at least 0")
 
 
-SMALL_LOGITS = 1 << 22  # below this, all cosines of a batch cost less than going without them
-# On a CPU they always do, up to the memory limit: 256 MiB each for cosines, posterior, gradient.
+SMALL_LOGITS = 1 << 22  # below this, computing all cosines of a batch is the fastest
+# On a CPU it always is, up to the memory limit: 256 MiB each for cosines, posterior, gradient.
 CPU_LOGITS = 1 << 26
 # Share of all classes that a row's list may hold on a CPU: above the first it loses to `chunked`,
 # below the second it is tried again. Two numbers, so that a share in between changes nothing, and
@@ -166,8 +166,8 @@ CPU_LOGITS = 1 << 26
 LISTS_LOSE = 0.2
 LISTS_WIN = 0.1
 
-# On a GPU the cheapest way wins. Milliseconds of a step, update left out, as measured on an H200
-# (docs/benchmarks/sizes.md); on another GPU they change together, and only their ratios count.
+# On a GPU the fastest way is chosen. Milliseconds of a step, update left out, as measured on an
+# H200 (docs/benchmarks/sizes.md); on another GPU they change together, and only their ratios count.
 TFLOP_PER_MS = 0.635  # of a product in half precision
 FLOAT32_TFLOP_PER_MS = 0.05
 GB_PER_MS = 4.0
@@ -215,7 +215,7 @@ def choose_path(
             last steps; None before the first.
         was_chunked: Whether the step before was chunked, or dense for the same reason.
         has_matrix: Whether the step can go by one matrix.
-        num_ranks: That share the classes; a dense step would have to gather them.
+        num_ranks: Ranks that share the classes; a dense step would have to gather them.
     """
     num_logits = num_rows * num_classes
     is_cpu = device == "cpu"
@@ -255,7 +255,7 @@ def choose_path(
         rest = min(ms for name, ms in costs.items() if name not in SPARSE_WAYS)
         if GAIN_TO_RETURN * costs[best] > rest:
             best = min(set(ways) - set(SPARSE_WAYS), key=costs.__getitem__)
-            reason += ", and lists have to win clearly to be tried again"
+            reason += ", and lists are tried again only if clearly faster"
     return Choice("sparse" if best in SPARSE_WAYS else best, reason, best == "matrix")
 
 

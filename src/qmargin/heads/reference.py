@@ -1,4 +1,4 @@
-"""What a step needs of the loss's reference: numbers of the classes of this rank."""
+"""The reference measure in a step: values for the classes of this rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def row_reference(head: MarginClassifier, targets: Tensor) -> RowReference | Non
     """The reference of the classes but the target; None where it is one for all of them.
 
     ``targets`` ``[B, d]`` are the unit prototypes of the rows' own classes, zero where another rank
-    has them. Everything is read anew in every step, so nothing can be out of date.
+    has them. Values are read again in every step, so they are never out of date.
     """
     reference, scale = head.loss.active_reference, head.loss.scale
     if reference is None:

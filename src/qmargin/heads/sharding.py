@@ -21,7 +21,7 @@ class ClassShard:
 
     start: int
     stop: int
-    num_classes: int  # of all ranks together
+    num_classes: int  # classes of all ranks together
 
     @classmethod
     def of(cls, num_classes: int, rank: int, world: int) -> ClassShard:
@@ -39,16 +39,16 @@ class ClassShard:
         return len(self) == self.num_classes
 
     def local(self, labels: Tensor) -> Tensor:
-        """Labels counted from the shard's first class, -1 for classes that others own."""
+        """Labels counted from the shard's first class, -1 for classes of other ranks."""
         local = labels - self.start
         return torch.where((local >= 0) & (local < len(self)), local, -1)
 
 
 class Prototypes(nn.Parameter):
-    """A parameter that notices writes through ``.data``, which leave no trace in its version.
+    """A parameter that detects writes through ``.data``, which do not change its version.
 
-    A head reads ``stamp`` before it trusts what it keeps of the prototypes. A *view* of ``.data``
-    that outlives it, and arrays that share its memory, still write unseen.
+    A head compares ``stamp`` before it uses its copy of the prototypes. Writes through a stored
+    *view* of ``.data``, or through arrays that share its memory, are not detected.
     """
 
     num_handed_out = 0
@@ -95,7 +95,7 @@ def draw_prototypes(shard: ClassShard, weights: Tensor, seed: int) -> Tensor:
 
 
 class Ranks:
-    """Those that share the classes; with one, no process group is needed and nothing is sent."""
+    """Ranks that share the classes; a single one needs no process group and sends nothing."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -103,7 +103,7 @@ class Ranks:
         self.world = 1 if group is None else dist.get_world_size(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        return Ranks(self.group)  # a process group cannot be copied, and need not be
+        return Ranks(self.group)  # a process group cannot be copied
 
     def sum_(self, values: Tensor) -> Tensor:
         """Add up over the ranks, in place; the same bits on each of them."""
@@ -118,14 +118,14 @@ class Ranks:
         return values
 
     def integers(self, *values: int, device: torch.device) -> list[list[int]]:
-        """Everyone's integers, by rank; waits for the device."""
+        """Integers of all ranks, by rank; waits for the device."""
         if self.world == 1:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.int64, device=device)
         return self.gather(mine, [len(values)] * self.world).view(self.world, -1).tolist()
 
     def gather(self, values: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Everyone's rows, one rank's after the other's; ``sizes`` says how many each has."""
+        """Rows of all ranks, in the order of ranks; ``sizes`` says how many each has."""
         if self.world == 1:
             return values
         longest, rest = max(sizes), values.shape[1:]

@@ -1,9 +1,9 @@
 """The exact sparse step: screen, bound, rescore, solve, sparse gradients (F1-F7).
 
-A class outside the support has no posterior, no gradient and no share of the loss. So one product
-with rounded operands finds where the support can be, float32 scores of those few groups decide, and
-everything after touches active classes only. What makes it exact rather than likely is the slack:
-rounding moves a cosine by no more than the measured lengths of the rounding errors (F3).
+A class outside the support has zero posterior, zero gradient and no share in the loss. One product
+with rounded operands finds groups of classes that may be in the support, float32 scores of these
+groups decide, and all further operations use active classes only. The slack makes this exact:
+rounding changes a cosine by at most the measured lengths of the rounding errors (F3).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def find_support(
     limit: int,
     has_gradient: bool,
 ) -> Support:
-    """From group maxima to the solution; lists are of this rank's classes, sums of everyone's.
+    """From group maxima to the solution; lists have this rank's classes, sums those of all ranks.
 
     More pairs than ``limit`` raise ``ListOverflow``.
     """
@@ -72,7 +72,7 @@ def find_support(
     numbers: dict[str, Any] = {"scale": scale, "b": b, "lower": lower}
     pairs = kernels.list_pairs(maxima, target, slack, reduce=ranks.max_, **numbers)
     listed = ranks.integers(len(pairs.groups), limit, device=maxima.device)
-    if any(count > most for count, most in listed):  # all of them go on by blocks together
+    if any(count > most for count, most in listed):  # all ranks continue by blocks
         raise ListOverflow(maxima)
     if ranks.world > 1 and b <= 1.0:
         pairs = tighten_pairs(pairs, maxima, target, ranks, **numbers)
@@ -139,7 +139,7 @@ def _mass_and_slope(heights: Tensor, b: float) -> Tensor:
 
 
 def merge_candidates(candidates: Candidates, ranks: Ranks) -> tuple[Candidates, Tensor]:
-    """Everyone's candidates, row by row, and where in them this rank's own are."""
+    """Candidates of all ranks, row by row, and the positions of this rank's own."""
     device = candidates.scores.device
     sizes = [size for (size,) in ranks.integers(len(candidates.rows), device=device)]
     rows = ranks.gather(candidates.rows.long(), sizes)
@@ -239,7 +239,7 @@ class SparseStep:
         return True
 
     def _cut(self, gradient: ClassGradient) -> ClassGradient:
-        """A gradient without what was made of spare entries of the lists, which comes last."""
+        """A gradient without the spare entries of the lists, which come last."""
         return gradient.part(slice(self.num_candidates + len(self.labels)))
 
     def owns(self, gradient: object) -> bool:
@@ -320,7 +320,7 @@ def fused_sparse_step(
     step.target_logits = target.logits
     batch = Batch(prepared, head.copy, state.prototypes, head.inverse_norms, columns)
     measures = loss.target_margin
-    if isinstance(measures, ReferencedMargin):  # it changes what the kernel made of the margin
+    if isinstance(measures, ReferencedMargin):  # it changes the kernel's result for the margin
         norms, own = rows.field(kernels.NORM), target.log_reference
         own.copy_(measures.target(own, loss.scale, rows.labels, norms))
         targets = state.prototypes[columns] * head.inverse_norms[columns][:, None]
@@ -346,7 +346,7 @@ def fused_sparse_step(
 
 
 def sparse_step(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> SparseStep:
-    """A step for unit embeddings, its screen launched: what the host does next hides behind it."""
+    """A step for unit embeddings, its screen launched: the host continues while it runs."""
     local, columns = own_labels(head, labels)
     embeddings, prototypes, dtype = embeddings.detach(), head.prototypes.detach(), head.copy.dtype
     if len(head.shard):

@@ -1,7 +1,7 @@
 """One step of a head: its record, normalisation, reduction, and the loss with its gradients.
 
-A mean or summed loss is linear in the gradient that comes into it. So its own gradients are made in
-the forward pass, while the device is still busy, and backward multiplies them by one number.
+A mean or summed loss is linear in the incoming gradient. So its gradients are computed in the
+forward pass, while the device is busy, and backward multiplies them by one number.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class StepStats:
         support_mean: Classes with positive posterior, mean over the rows.
         support_max: The same, largest row.
         num_candidates: Classes scored exactly, per row.
-        num_overflowed: Rows that did not fit and were redone: lists of the sparse path, violated
-            checks of the paper's.
+        num_overflowed: Rows that were computed again: lists of the sparse path that were too short,
+            or failed checks of the paper's path.
         mass_error: Largest ``|sum of the posterior - 1|``.
         active_share: Share of all classes that are in the support of a row, or its target.
         satisfied_share: Share of rows whose posterior is that of the target alone: their loss is
@@ -54,7 +54,7 @@ class StepStats:
 
 
 class RowOutcome(NamedTuple):
-    """What became of each row, ``[B]``."""
+    """Statistics of each row, ``[B]``."""
 
     support: Tensor  # sizes
     mass_error: Tensor
@@ -94,7 +94,7 @@ def step_stats(
 
 
 class StepRecord(Protocol):
-    """What a path keeps of a step; reading it may wait for the device, keeping it does not."""
+    """Record of a step; only reading it may wait for the device."""
 
     def stats(self, counts: Tensor) -> StepStats:
         """Summarise the step; ``counts`` ``[B]`` says which rows are not ignored."""
@@ -128,13 +128,13 @@ class UnitRows(torch.autograd.Function):
         return gradient, None, None, None
 
 
-# Embeddings, labels, the label of rows that do not count, and kernels -> unit embeddings [B, d] and
-# lengths [B]. Rows that do not count become some unit vector: nothing in them can spoil the rest.
+# Embeddings, labels, the label of ignored rows, and kernels -> unit embeddings [B, d] and
+# lengths [B]. Ignored rows become some unit vector, so that they cannot affect other rows.
 unit_rows: Callable[[Tensor, Tensor, int, ModuleType], tuple[Tensor, Tensor]] = UnitRows.apply
 
 
 class Shares(NamedTuple):
-    """What each row counts in a mean or sum."""
+    """Weight of each row in a mean or sum."""
 
     values: Tensor  # [B], zero for ignored rows
     nothing: Tensor | None  # scalar: NaN if the mean is one of no rows, else zero
@@ -149,7 +149,7 @@ class Shares(NamedTuple):
         return cls(counts / total.clamp_min(1.0), 0.0 / total)
 
     def reduce(self, rows: Tensor) -> Tensor:
-        """Mean or sum of ``rows`` ``[B]``, whatever ignored rows hold.
+        """Mean or sum of ``rows`` ``[B]``, whatever values ignored rows have.
 
         The mean of no rows is NaN, as in torch. It is added, so that it reaches no gradient.
         """
@@ -176,7 +176,7 @@ def own_labels(head: MarginClassifier, labels: Tensor) -> tuple[Tensor, Tensor]:
 def sum_target_cosines(head: MarginClassifier, cosines: Tensor) -> Tensor:
     """The targets' cosines ``[B]`` summed over ranks; all NaN if any prototype has no direction.
 
-    A NaN loses every comparison, so a class without a cosine would just not be listed.
+    NaN fails every comparison, so a class without a cosine would silently be left out.
     """
     return head.ranks.sum_(torch.add(cosines, head.copy_error, alpha=0.0))
 
@@ -198,7 +198,7 @@ class SolvableStep(StepRecord, Protocol):
         """Cosines with the rows' own classes, ``[B]``."""
 
     def solve(self, target: Target, *, has_gradient: bool) -> RowSolution:
-        """Solve every row; with what ``make_gradient`` needs, if there is to be one."""
+        """Solve every row; keep what ``make_gradient`` needs, if a gradient is needed."""
 
     def make_gradient(self, weights: Tensor, target_weights: Tensor) -> Tensor:
         """Gradient of the unit embeddings ``[B, d]``, from those of the cosines; keep the rest."""
@@ -207,7 +207,7 @@ class SolvableStep(StepRecord, Protocol):
         """Deliver the gradient of the prototypes times a scalar, see ``gradients.deliver``."""
 
     def verify(self) -> bool:
-        """Wait for the device; True if the speculative sizes sufficed."""
+        """Wait for the device; True if the speculative list sizes sufficed."""
 
     def owns(self, gradient: object) -> bool:
         """Whether a fused gradient is that of this step, not of one before it."""
@@ -288,7 +288,7 @@ def step_loss(step: SolvableStep, embeddings: Tensor, labels: Tensor, norms: Ten
 def _through_margin(
     term: TargetTerm, in_term: tuple[Tensor, ...], leaves: tuple[Tensor, ...], keeps_graph: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the targets' cosines, and of the lengths where the margin looks at them."""
+    """Gradients of the targets' cosines, and of the lengths if the margin uses them."""
     pairs = [
         (output, grad)
         for output, grad in zip(term, in_term, strict=True)

@@ -1,8 +1,8 @@
 """The head's operations in plain PyTorch, and the records that they exchange.
 
-The reference for the kernels, and the path on a CPU. No operation makes a ``[B, k]`` or a
-``[k, d]`` tensor, apart from what it returns. Classes come in groups of ``GROUP`` consecutive ones.
-A *pair* is a row and a group that may hold active classes of that row. Pairs and candidates are
+Reference for the kernels, and the implementation on a CPU. No operation makes a ``[B, k]`` or a
+``[k, d]`` tensor, apart from its result. Classes come in groups of ``GROUP`` consecutive ones. A
+*pair* is a row and a group that may hold active classes of that row. Pairs and candidates are
 listed row by row.
 """
 
@@ -43,7 +43,7 @@ DENSE_SHARE = 1 / 64  # of all pairs: with more, a product with all classes is f
 
 
 class Target(NamedTuple):
-    """What the margin made of each row's own class, ``[B]`` float64 each."""
+    """The target's term of each row, from the margin, ``[B]`` float64 each."""
 
     logits: Tensor
     log_reference: Tensor
@@ -64,7 +64,7 @@ class RowReference(NamedTuple):
 
     classes: Tensor | None  # [k] float64, the same in every row; None for zero
     pair: Callable[[Tensor], Tensor] | None  # given the target, from cosines of prototypes
-    targets: Tensor  # [B, d]: unit prototypes of the rows' own classes, wherever they are
+    targets: Tensor  # [B, d]: unit prototypes of the rows' own classes, from any rank
     bounds: tuple[float, float]  # of the sum of both, over the classes of all ranks
     pair_low: float  # of what ``pair`` gives
     stamp: int | None  # version of ``classes``
@@ -84,7 +84,7 @@ class RowReference(NamedTuple):
         return groups.amin(1) + self.pair_low
 
     def part(self, classes: slice, unit: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of consecutive classes with these unit prototypes, ``[1, n]`` or ``[B, n]``.
+        """Log measures of consecutive classes with these unit prototypes, ``[1, n]`` or ``[B, n]``.
 
         The targets' own count as any other class's.
         """
@@ -129,7 +129,7 @@ class ListOverflow(Exception):
 
     def __init__(self, maxima: Tensor | None = None) -> None:
         super().__init__()
-        self.maxima = maxima  # of groups, if they are still there
+        self.maxima = maxima  # of groups, if they still exist
 
 
 class Pairs(NamedTuple):
@@ -162,7 +162,7 @@ class SolvedRows(NamedTuple):
     mass_error: Tensor  # [B] float64
     rows: Tensor  # [n]: the batch's candidates, row by row
     columns: Tensor  # [n]: their classes
-    posterior: Tensor  # [n], zero for candidates that turned out inactive
+    posterior: Tensor  # [n], zero for inactive candidates
     starts: Tensor  # [B + 1]: where each row's list begins
 
 
@@ -181,7 +181,7 @@ class ClassOrder(NamedTuple):
 
 @dataclass
 class Support:
-    """A solution, with what a backward pass needs, that holds if the list sizes sufficed."""
+    """A solution with the inputs of a backward pass, valid if the list sizes sufficed."""
 
     solved: SolvedRows
     pulled: Tensor | None  # [B, d]: sum of posterior times unit prototype over the others
@@ -220,7 +220,7 @@ class ClassGradient(NamedTuple):
 
 
 class PrototypeState(NamedTuple):
-    """What an update of the prototypes reads and rewrites in place."""
+    """Tensors that an update of the prototypes reads and rewrites in place."""
 
     prototypes: Tensor  # [k, d]
     momentum: Tensor | None  # [k, d]; None for an update without momentum
@@ -321,7 +321,7 @@ def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: 
     """Largest cosine of each group, ``[B, ceil(k / GROUP)]``, the target and padding left out."""
     num_groups = -(-num_classes // GROUP)
     if embeddings.dtype in (torch.float16, torch.bfloat16):
-        embeddings = embeddings.float()  # products and maxima are float32, as F3 takes for granted
+        embeddings = embeddings.float()  # products and maxima are float32, as F3 assumes
     maxima = embeddings.new_full((len(embeddings), num_groups), -math.inf)
     for start in range(0, num_classes, BLOCK_CLASSES):
         stop = min(start + BLOCK_CLASSES, num_classes)
@@ -396,7 +396,7 @@ def _bound_with_reference(
 ) -> Tensor:
     """The same where the classes of a group have at least the measure ``exp(lower)`` (M16).
 
-    Of each set of groups the one counts that bounds ``tau`` best on its own (M4).
+    Each set of groups is represented by the group that gives the best bound of ``tau`` (M4).
     """
     num_groups, found = maxima.shape[1], []
     count = max(1, min(NUM_MEASURED, num_groups))
@@ -554,7 +554,7 @@ def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: floa
 
 
 def _solve_pieces(candidates: Candidates, target: Target, scale: float, b: float) -> SolvedRows:
-    """``solve_lists`` on a CPU, in pieces that leave its other cores alone."""
+    """``solve_lists`` on a CPU, in pieces that run on one core."""
     rows, columns, scores, starts, _ = candidates
     highest = scores.new_full((len(starts) - 1,), -math.inf)
     highest.scatter_reduce_(0, rows, scores, "amax")
@@ -577,7 +577,7 @@ def _solve_pieces(candidates: Candidates, target: Target, scale: float, b: float
 
 
 def pull_rows(solved: SolvedRows, prototypes: Tensor, inverse_norms: Tensor) -> Tensor:
-    """``sum_j p_rj w_j`` over the others, ``[B, d]``: what pushes on the unit embeddings."""
+    """``sum_j p_rj w_j`` over the others, ``[B, d]``: their part of the embeddings' gradient."""
     weights = solved.posterior * inverse_norms[solved.columns]
     return weighted_sums(prototypes, solved.columns, weights, solved.starts[:-1])
 
@@ -669,7 +669,7 @@ def project_rows(
 ) -> Tensor:
     """``factor`` times the gradient of prototypes from that of their unit vectors, in place."""
     unit = prototypes * inverse_norms[:, None]
-    gradient.sub_((gradient * unit).sum(1, keepdim=True) * unit)  # what would only lengthen it
+    gradient.sub_((gradient * unit).sum(1, keepdim=True) * unit)  # the part along it
     return gradient.mul_((inverse_norms * factor)[:, None])
 
 
@@ -693,7 +693,7 @@ def gradient_blocks(
 
 
 def update_classes(embedding_dim: int) -> int:
-    """Prototypes that are updated at a time: few, large operations need few threads to meet."""
+    """Prototypes that are updated at a time: large operations synchronise threads less often."""
     return max(UPDATE_CLASSES, UPDATE_NUMBERS // embedding_dim)
 
 
@@ -707,7 +707,7 @@ def class_parts(gradient: ClassGradient) -> Iterator[ClassGradient]:
 
 
 def _step_block(rows: Tensor, state: PrototypeState, rule: SgdRule) -> Tensor:
-    """Step whole tensors in place, as ``torch.optim.SGD`` would, and refresh their copy."""
+    """Update whole tensors in place, as ``torch.optim.SGD`` does, and refresh their copy."""
     parts = lists.sweeps(rows) if rows.device.type == "cpu" else [slice(0, len(rows))]
     if len(parts) <= 1:
         return _step_part(rows, state, rule)
@@ -726,7 +726,7 @@ def _step_part(rows: Tensor, state: PrototypeState, rule: SgdRule) -> Tensor:
 
 
 def _step_listed(classes: Tensor, rows: Tensor, state: PrototypeState, rule: SgdRule) -> Tensor:
-    """Step the listed rows of the tensors; every other row is neither read nor written."""
+    """Update the listed rows of the tensors; other rows are neither read nor written."""
     if not len(classes):
         return state.prototypes.new_zeros(())
     prototypes, momentum, inverse_norms, copy = state

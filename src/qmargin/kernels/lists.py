@@ -5,9 +5,9 @@ and the target is a lower bound of ``tau`` (M13), and so is every Newton iterate
 Classes at or below that bound plus the edge are certainly inactive (M3). The others are listed,
 packed and solved in float64, from that bound on. The last ``k % GROUP`` classes are always listed.
 
-Two operations touch all logits: the maxima, and the zeros of a gradient. Everything else comes in
-pieces of at most ``PIECE`` numbers, which PyTorch leaves to one thread. Where other processes share
-the cores, every operation of several threads waits for the scheduler, some milliseconds each time.
+Two operations touch all logits: the maxima, and the zeros of a gradient. All others take pieces of
+at most ``PIECE`` numbers, which PyTorch computes on one thread. If other processes share the cores,
+every operation on several threads waits some milliseconds for the scheduler.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from qmargin.kernels.solver import MAX_STEPS, loss_from_sums, row_exp, slacks, uses_slack
 
-GROUP = 32  # consecutive classes, whose maximum answers for all of them
+GROUP = 32  # consecutive classes, represented by their maximum
 PIECE = (1 << 15) - 1  # numbers that an operation may have and stay on one thread
 BLOCK = 1 << 20  # numbers of an operation that needs all threads: copies stay small
 NUM_BOUNDING = 64  # maxima, at most, from which a row's first bound is made
 BOUND_TOLERANCE = 0.1  # of the mass at that bound: it need not converge
-SAMPLED = 1 << 18  # logits, from which on a sample tells first whether lists would be too long
+SAMPLED = 1 << 18  # number of logits from which on a sample is checked first for too long lists
 MOST_SWEEPS = 8  # pieces that cost less than waiting for a second thread
 QUERIES = 199  # searches that may be made at once and stay on one thread
 WORTH_LISTING = 4  # list classes when at most 1 in 4 can be active
@@ -67,7 +67,7 @@ class SolvedLists(NamedTuple):
 
 
 def serves(values: Tensor, b: float) -> bool:
-    """Whether ``solve`` takes such rows: heights, and powers that Newton's method is proven for."""
+    """Whether ``solve`` supports such rows: heights, and powers with proven Newton steps."""
     has_groups = values.device.type == "cpu" and values.shape[1] >= 2 * GROUP and len(values) > 0
     return has_groups and has_powers(b)
 
@@ -130,7 +130,7 @@ def list_above(
 def certain_floor(tau: Tensor, b: float, scale: float, dtype: torch.dtype) -> Tensor:
     """Value at and below which a class is certainly inactive given ``tau`` or a bound (M3)."""
     floor = (tau - 1.0 / b) / scale
-    return (floor - 1e-6 * floor.abs() - 1e-30).to(dtype)  # what rounding blurs stays a candidate
+    return (floor - 1e-6 * floor.abs() - 1e-30).to(dtype)  # classes within rounding stay candidates
 
 
 class Heights:
@@ -273,7 +273,7 @@ def solve_entries(
         of_rest.append(posterior[:, longest:-1].to(values.dtype))
         counts.append(count)
     joined = ListSums(*map(cat, zip(*sums, strict=True)))
-    mass = torch.add(joined.others_mass, joined.level, alpha=0.0)  # a broken row looks broken
+    mass = torch.add(joined.others_mass, joined.level, alpha=0.0)  # NaN rows stay NaN
     return joined._replace(others_mass=mass), of_entries, of_rest, max(counts)
 
 
@@ -345,7 +345,7 @@ def list_rows(
     where each row begins, ``[B + 1]``.
     """
     num_rows, num_classes = values.shape
-    if values.numel() >= SAMPLED:  # lists that are too long should not be made at all
+    if values.numel() >= SAMPLED:  # avoid making lists that are too long
         sample = values[:, :: values.numel() >> 12] > floor[:, None]
         if int(sample.sum()) * WORTH_LISTING > sample.numel():
             return None

@@ -41,10 +41,11 @@ CPU_BLOCK = 1 << 21  # logits per block: copies stay small, parallel regions few
 GPU_BLOCK = 1 << 25
 LOG2_E = math.log2(math.e)  # powers of two are faster, and on a CPU need no threads
 VECTOR = 32  # numbers that a CPU takes at a time, or a multiple
-GROUP = 32  # classes, strided, whose maximum answers for all of them
+GROUP = 32  # strided classes, represented by their maximum
 FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_SCALE = 1e30  # of kernels, whose settings are sums of two float32
 SMALLEST_PART = 2048  # classes of a long row that one program writes
+MOST_CLASSES = (1 << 31) - (1 << 13)  # of kernels, which count in 32 bits, a block beyond the last
 WORTH_PACKING = 4  # pack candidates when at most 1 in 4 classes is one
 
 
@@ -73,7 +74,7 @@ class Rows:
 
 
 class Listed(NamedTuple):
-    """Logits of a block as the solver wants them; a lifted target is the last column."""
+    """Logits of a block for the solver; a lifted target is the last column."""
 
     logits: Tensor  # [B, K] float64, -inf where a list is shorter
     log_reference: Tensor | None  # [B, K]
@@ -161,7 +162,7 @@ def kept_posterior(
 
 
 def _solve_listed(rows: Rows) -> tuple[Outcome, tuple[Tensor, ...]] | None:
-    """Outcome and posterior by lists, or of all classes; None where rows are not for lists."""
+    """Outcome and posterior by lists, or of all classes; None where lists are not supported."""
     if rows.labels is None or rows.log_reference is not None:
         return None
     values, b = rows.values, rows.b
@@ -178,19 +179,19 @@ def _solve_listed(rows: Rows) -> tuple[Outcome, tuple[Tensor, ...]] | None:
 
 
 def is_fused(rows: Rows) -> bool:
-    """Whether kernels serve these rows: float32 on a GPU."""
+    """Whether kernels support these rows: float32 on a GPU."""
     return rows.values.dtype == torch.float32 and may_fuse(rows.values, rows.scale)
 
 
 def may_fuse(values: Tensor, scale: float) -> bool:
-    """Whether kernels serve values ``[B, k]`` as they are, in up to float32 on a GPU."""
+    """Whether kernels support values ``[B, k]`` without conversion: up to float32 on a GPU."""
     if values.device.type != "cuda" and not dispatch.may_interpret:
         return False
     num_rows, k = values.shape
     return (
         values.dtype in FUSED_DTYPES
         and num_rows > 0
-        and 0 < k < 1 << 31
+        and 0 < k <= MOST_CLASSES
         and num_rows * -(-k // SMALLEST_PART) < 1 << 31  # programs of a launch
         and scale < LARGEST_SCALE
         and not kernel_faults
@@ -198,11 +199,11 @@ def may_fuse(values: Tensor, scale: float) -> bool:
     )
 
 
-kernel_faults: list[str] = []  # why the kernels cannot be built on this machine
+kernel_faults: list[str] = []  # reasons why the kernels cannot be built on this machine
 
 
 def report_fault(error: Exception) -> None:
-    """Remember why kernels cannot run, and warn; memory that ran out is no such reason."""
+    """Record why kernels cannot run, and warn; running out of memory does not count."""
     if isinstance(error, torch.OutOfMemoryError):
         raise error
     kernel_faults.append(f"{type(error).__name__}: {error}")
@@ -225,7 +226,7 @@ def _solve_fused(rows: Rows) -> Outcome | None:
 
         given = rows.values, rows.scale, rows.b, rows.labels
         return kernels.solve(*given, target=target, log_reference=rows.log_reference)
-    except Exception as error:  # of Triton, its compiler or the driver
+    except Exception as error:  # errors of Triton, its compiler or the driver
         report_fault(error)
         return None
 
@@ -349,7 +350,7 @@ def candidates(block: Rows) -> Listed | None:
     position = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
     logits = torch.full((len(counts), width), -math.inf, dtype=torch.float64)
     logits[row, position] = values[row, column].double() * block.scale
-    # A row with NaN or +inf has no finite bound: keep it broken instead of losing the evidence.
+    # A row with NaN or +inf has no finite bound: keep it invalid, so that the result is NaN.
     logits[:, :1] += (tau_low * 0.0)[:, None]
     reference = None
     if block.log_reference is not None:
@@ -487,4 +488,4 @@ def classes_above(
 def certain_floor(tau: Tensor, b: float, scale: float, dtype: torch.dtype) -> Tensor:
     """Value at and below which a class is certainly inactive given ``tau`` or a bound (M3)."""
     floor = (tau - 1.0 / b) / scale
-    return (floor - 1e-6 * floor.abs() - 1e-30).to(dtype)  # what rounding blurs stays a candidate
+    return (floor - 1e-6 * floor.abs() - 1e-30).to(dtype)  # classes within rounding stay candidates

@@ -48,7 +48,7 @@ def row_log(numbers: Tensor) -> Tensor:
 
 
 MAX_STEPS = 256  # cosine logits take 4 to 15; a measure of e^-200 at alpha < 1 has taken 90
-MAX_HALVINGS = 256  # the paper's bracket can be 1e28 wide: 93 halvings to 1, 53 more to rounding
+MAX_HALVINGS = 1100  # the paper's bracket can be 1e300 wide: 1000 halvings to 1, 53 to rounding
 
 
 class Solution(NamedTuple):
@@ -60,7 +60,7 @@ class Solution(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """All the solver ever sees: the posterior's mass and its slope in ``-tau``, ``[B]`` each."""
+    """What the solver needs of a row: the posterior's mass and slope in ``-tau``, ``[B]`` each."""
 
     mass: Tensor
     slope: Tensor
@@ -127,7 +127,7 @@ def row_sums(gaps: Tensor, log_reference: Tensor | None, level: Tensor, b: float
 def bound_from_below(
     logits: Tensor, log_reference: Tensor | None, b: float
 ) -> tuple[Tensor, Tensor]:
-    """Anchor logit and starting level of each row, ``tau_low`` in disguise (M4).
+    """Anchor logit and starting level of each row, equivalent to ``tau_low`` (M4).
 
     The anchor maximises ``theta_j - f'(1 / q_j)``: it is the class that would first hold the whole
     mass as ``tau`` falls, so the level at which it does is a lower bound of ``tau``.
@@ -227,7 +227,7 @@ def _refine_edge(
     own height is zero.
     """
     anchor, level, num_evaluations = solution
-    reach = level + 1e-14 * level.abs()  # what rounding has left open
+    reach = level + 1e-14 * level.abs()  # within rounding
     is_open = b * (anchor[:, None] - logits) < reach[:, None]
     is_open &= log_reference > -math.inf
     while True:
@@ -321,7 +321,7 @@ def label_loss(
     """Loss, ``p_y`` and ``1 - p_y`` of rows whose target is the *last* column, ``[B]`` (M6)."""
     others, height = posterior[:, :-1], heights(levels[:, :-1], b)
     excess = torch.where(others > 0, others * height, 0.0).sum(1)
-    # A row without a root has no others either where its list is empty: it must not look solved.
+    # A row without a root may have an empty list of others: it must not count as solved.
     others_mass = torch.where(levels[:, -1].isnan(), torch.nan, others.sum(1))
     loss, target = loss_from_sums(excess, others_mass, levels[:, -1], log_reference, b)
     return loss, target, others_mass

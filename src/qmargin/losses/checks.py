@@ -1,7 +1,7 @@
-"""Checks of numbers and tensors: each returns what is fit for use, or raises and names it.
+"""Checks of numbers and tensors: each returns a usable value or raises an error that names it.
 
-Values of a tensor are checked where that needs no wait for a device: on a CPU always, elsewhere
-only when ``debug`` asks for it.
+Values of tensors are checked on a CPU always, elsewhere only with ``debug``, because a check makes
+a GPU wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from qmargin.errors import ConfigError, DataError, ShapeError
 
 LARGEST_COSINE = 1.01  # products of unit vectors in half precision exceed one by less
-LARGEST_ALPHA = 16.0  # above it heights leave float64: 1e-20 of mass would be 1e-300 high
+LARGEST_ALPHA = 16.0  # above it heights underflow float64: a mass of 1e-20 has a height of 1e-300
 SUM_TOLERANCE = 1e-3  # of a target distribution; bfloat16 rounds its entries coarser than that
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -32,8 +32,8 @@ def check_number(
 ) -> float:
     """Return a finite number in ``[low, high)`` as a float, or raise ``ConfigError``.
 
-    NumPy's numbers are numbers; a bool is not. Inside a compiled graph the number may be symbolic
-    and passes unchecked.
+    NumPy numbers are accepted, bools are not. Inside a compiled graph the number may be symbolic
+    and is not checked.
     """
     if torch.compiler.is_compiling():
         return float(value)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def check_scale(scale: float) -> float:
 
 
 def check_ignore_index(ignore_index: int) -> int:
-    """A negative integer: it is no class."""
+    """Return a negative integer, so that it cannot be a class."""
     if torch.compiler.is_compiling():
         return ignore_index
     is_integer = isinstance(ignore_index, Integral) and not isinstance(ignore_index, bool)
@@ -79,13 +79,13 @@ def check_ignore_index(ignore_index: int) -> int:
 
 
 def check_floating(logits: Tensor, name: str = "logits") -> Tensor:
-    """The tensor, half precision lifted to float32, or an error that names it."""
+    """Return the tensor, half precision converted to float32, or raise an error that names it."""
     check_classes(logits, name)
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
 
 def check_classes(logits: Tensor, name: str = "logits") -> None:
-    """Raise unless it is a floating tensor whose last dimension holds classes."""
+    """Raise unless logits are a floating tensor whose last dimension holds classes."""
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         what = logits.dtype if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
         raise ShapeError(f"{name} are {what}; give a floating tensor, e.g. by .float()")
@@ -109,7 +109,7 @@ def check_label_tensor(labels: Tensor, logits: Tensor, name: str = "logits") -> 
 
 
 def check_cosines(cosines: Tensor, is_ignored: Tensor) -> None:
-    """Refuse what cannot be a cosine in rows ``[B, k]`` that count; waits for the device."""
+    """Refuse values that cannot be cosines in rows that are not ignored; waits for the device."""
     largest = torch.where(is_ignored[:, None], 0.0, cosines.detach()).abs().amax(1)
     if not bool((largest > LARGEST_COSINE).any()):
         return
@@ -165,7 +165,7 @@ def _check_device(tensor: Tensor, other: Tensor, name: str, other_name: str = "l
 
 
 def check_labels(labels: Tensor, num_classes: int, debug: bool) -> None:
-    """Raise for a label that is no class; on a GPU only with ``debug``."""
+    """Raise for a label outside the classes; on a GPU only with ``debug``."""
     if labels.numel() and (labels.device.type == "cpu" or debug):
         is_bad = (labels < 0) | (labels >= num_classes)
         if bool(is_bad.any()):
@@ -178,7 +178,7 @@ def check_labels(labels: Tensor, num_classes: int, debug: bool) -> None:
 
 @torch.library.custom_op("qmargin::checked_labels", mutates_args=())
 def checked_labels(labels: Tensor, num_classes: int, debug: bool) -> Tensor:
-    """Operator that lets a range check live inside a compiled graph; returns int64 labels."""
+    """Range check as an operator, so that compiled graphs can contain it; returns int64 labels."""
     check_labels(labels, num_classes, debug)
     return labels.to(torch.int64, copy=True)
 
@@ -199,7 +199,7 @@ def _(
 def target_fault(target: Tensor, debug: bool) -> Tensor:
     """Zero for each row of target distributions ``[..., k]``, NaN for a row with a NaN in it.
 
-    It is to be added to the loss. An entry below zero and a sum that is not one are errors.
+    Add it to the loss. A negative entry, or a sum that is not one, is an error.
     """
     total = target.sum(-1, dtype=torch.float64)
     if target.device.type == "cpu" or debug:

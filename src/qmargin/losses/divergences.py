@@ -142,8 +142,8 @@ class Alpha:
 class JensenShannon:
     """The Jensen-Shannon divergence, ``f(u) = u log u - (u + 1) log((u + 1) / 2)``.
 
-    It has no edge, so posteriors are never sparse, and slack stays below ``log 2``. Nothing else in
-    the package knows it: a divergence is one record.
+    It has no edge, so posteriors are never sparse, and slack stays below ``log 2``. No other module
+    refers to it: one class is enough for a new divergence.
     """
 
     @property
@@ -168,7 +168,7 @@ class JensenShannon:
 
 
 def check_divergence(divergence: Divergence) -> Divergence:
-    """The divergence, or an error for a number or a class in its place."""
+    """Return the divergence; raise for a number or a class in its place."""
     is_divergence = isinstance(divergence, Alpha) or hasattr(divergence, "link_slope")
     if isinstance(divergence, type) or not is_divergence:
         raise ConfigError(
@@ -202,7 +202,7 @@ def solve_generic(
 
 
 def _without_masked(logits: Tensor) -> Tensor:
-    """The logits, those of ``-inf`` as constants: a masked class passes no gradient."""
+    """The logits, with ``-inf`` as constants, because a masked class has no gradient."""
     return torch.where(logits == -math.inf, logits.detach(), logits)
 
 

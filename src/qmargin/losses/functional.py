@@ -86,7 +86,7 @@ def log_partition(
     It is ``max_p <p, theta> - D(p:q)`` with ``D(p:q) = sum_j p_j f'(p_j / q_j) / alpha``:
     log-sum-exp at ``alpha = 1``, and the paper's operator for a reference measure that sums to one.
     Otherwise it is the paper's plus ``(sum_j q_j - 1) / alpha``: that constant cancels in every
-    loss, and without it the value would drown in float32.
+    loss, and without it the value would be lost to rounding in float32.
 
     Examples:
         >>> log_partition(torch.tensor([1.0, 0.0]), alpha=1.0)
@@ -121,8 +121,8 @@ def fenchel_young_loss(
         alpha: As for ``softargmax``.
         log_reference: As for ``softargmax``.
         divergence: As for ``softargmax``.
-        debug: Check the values of the target on every device, at the price of waiting for it; on a
-            CPU they are always checked.
+        debug: Check the values of the target on every device, which makes a GPU wait; on a CPU they
+            are always checked.
 
     Examples:
         >>> fenchel_young_loss(torch.tensor([[1.0, 0.0]]), torch.tensor([0]), alpha=1.0)
@@ -161,7 +161,7 @@ def fenchel_young_loss(
 def _fused_loss(
     logits: Tensor, labels: Tensor, divergence: Divergence, debug: bool
 ) -> Tensor | None:
-    """The loss of labels by kernels alone; None where they do not serve it."""
+    """Compute the loss of labels by kernels only; None where they do not support it."""
     checks.check_classes(logits)
     rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
     is_label = isinstance(labels, Tensor) and not labels.is_floating_point()
@@ -201,7 +201,7 @@ def solve_tau(
 ) -> TauSolution:
     """Solve for the normaliser ``tau`` of each row (M2); the result carries no gradients.
 
-    It is the alpha-divergence's solver, so it takes no other divergence.
+    It solves alpha-divergences only.
 
     Args:
         logits: ``[..., k]``.
@@ -445,7 +445,7 @@ class LiftTarget(torch.autograd.Function):
 
 
 class EagerLiftTarget(torch.autograd.Function):
-    """``LiftTarget`` for eager mode, which spends less time on itself."""
+    """``LiftTarget`` for eager mode, with less overhead."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -461,7 +461,7 @@ class FenchelYoung(torch.autograd.Function):
 
     Inputs: values ``[B, k]``, log_reference ``[B, k]``, alpha (one element), labels ``[B]``,
     target_logits ``[B]``, target_log_reference ``[B]``, distribution ``[B, k]``, is_ignored ``[B]``
-    (rows whose value the caller discards: they may hold anything), scale. The outputs behind the
+    (rows whose value the caller discards: they may hold anything), scale. The outputs after the
     value are not differentiable; the posterior is recomputed, never stored.
     """
 
@@ -534,7 +534,7 @@ class EagerFenchelYoung(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        """As that of ``FenchelYoung``."""
+        """See ``FenchelYoung.backward``."""
         needs = ctx.needs_input_grad
         if needs[2] or needs[5] or torch.is_grad_enabled():
             return _full_backward(ctx, grad)
@@ -550,7 +550,7 @@ class EagerFenchelYoung(torch.autograd.Function):
 
 
 def is_on_cpu(tensor: Tensor) -> bool:
-    """Whether a call is for a CPU and plain: neither traced nor inside ``torch.func``."""
+    """Whether a call is on a CPU, not traced, and not inside ``torch.func``."""
     return (
         tensor.device.type == "cpu"
         and type(tensor) in (Tensor, torch.nn.Parameter)
@@ -562,7 +562,7 @@ def is_on_cpu(tensor: Tensor) -> bool:
 
 
 def _full_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Every gradient, in differentiable pieces: for second derivatives, reference and alpha."""
+    """All gradients by differentiable operations: for second derivatives, reference and alpha."""
     (
         values, log_reference, alpha, labels, target_logits, target_log_reference, distribution,
         is_ignored, anchor, level, _,
@@ -663,7 +663,7 @@ def value_of(
     is_ignored: Tensor | None = None,
     scale: float = 1.0,
 ) -> Outcome:
-    """Differentiable value of each row, with what the solver knows about it.
+    """Differentiable value of each row, with the statistics of the solver.
 
     ``lifted`` are labels, target logits and target log references, ``[B]`` each.
     """

@@ -1,7 +1,7 @@
-"""The loss of rows by kernels alone: two launches forward, one backward, no wait for the device.
+"""Loss of rows by kernels only: two launches forward, one backward, no wait for the device.
 
 It serves the alpha-divergence with a margin in closed form, on a GPU, in float32, bfloat16 or
-float16. Everything else is ``functional`` and ``margin_loss``, which this agrees with.
+float16. All other cases use ``functional`` and ``margin_loss``; tests compare both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qmargin.losses.margins import ClosedForm
 
 
 class Settings(NamedTuple):
-    """What a loss is made of, apart from its rows."""
+    """Settings of a loss."""
 
     b: float  # alpha - 1
     scale: float
@@ -31,7 +31,7 @@ class Settings(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """What one call computes; the first is the loss, reduced or not."""
+    """Results of one call; the first is the loss, reduced or not."""
 
     loss: Tensor
     anchor: Tensor
@@ -45,10 +45,10 @@ class Solved(NamedTuple):
 
 
 def serves(values: Tensor, divergence: Divergence, scale: float) -> bool:
-    """Whether kernels serve rows of these values with this divergence."""
+    """Whether kernels support rows of these values with this divergence."""
     if not isinstance(divergence, Alpha) or isinstance(divergence.alpha, Tensor):
         return False
-    if torch.compiler.is_compiling():  # shapes may be symbolic: the operator looks at them
+    if torch.compiler.is_compiling():  # shapes may be symbolic: the operator checks them
         is_there = values.device.type == "cuda" or dispatch.may_interpret
         return is_there and values.dtype in row_kernels.FUSED_DTYPES and values.numel() > 0
     if torch._C._are_functorch_transforms_active():
@@ -72,7 +72,7 @@ def loss_of(
     apply: Callable[..., tuple[Tensor, ...]] = FusedLoss.apply
     try:
         return apply(values, labels, settings, statistics)
-    except Exception as error:  # of Triton, its compiler or the driver
+    except Exception as error:  # errors of Triton, its compiler or the driver
         row_kernels.report_fault(error)
         return None
 
@@ -94,7 +94,7 @@ def _solve(values: Tensor, labels: Tensor, settings: Settings, statistics: bool)
 
 
 class FusedLoss(torch.autograd.Function):
-    """The loss in eager mode: the kernels are called directly, since operators cost time."""
+    """Loss in eager mode: it calls the kernels directly, because operators cost time."""
 
     @staticmethod
     def forward(
@@ -128,7 +128,7 @@ class FusedLoss(torch.autograd.Function):
 
 
 class Plan:
-    """A reduced loss on rows of one shape: its launches are recorded once, and repeated.
+    """Reduced loss on rows of one shape: its launches are recorded once and then repeated.
 
     Numbers of the rows are in one tensor: anchor and level, float64, then the loss of each row,
     the gradient of its target and the share of a row in the loss, float32.
@@ -138,7 +138,7 @@ class Plan:
         self, settings: Settings, values: Tensor, labels: Tensor, owners: tuple[Any, ...]
     ) -> None:
         self.settings, self.num_rows, self.owners = settings, len(labels), owners
-        self.device, self.capacity = values.device, 0
+        self.device, self.capacity, self.layout = values.device, 0, _layout(values, labels)
         self.forward: Any = None
         self.backward: Any = None
 
@@ -182,7 +182,9 @@ class Plan:
     def gradient(self, values: Tensor, labels: Tensor, numbers: Tensor, grad: Tensor) -> Tensor:
         """Gradient in the values for the gradient of the loss."""
         out = torch.empty(values.shape, dtype=values.dtype, device=self.device)
-        if self.backward is not None and grad.data_ptr() % 16 == 0:
+        # Hooks on saved tensors may bring back a copy that is laid out otherwise.
+        is_same = grad.data_ptr() % 16 == 0 and _layout(values, labels) == self.layout
+        if self.backward is not None and is_same:
             count, first = self.num_rows, numbers.data_ptr()
             self.backward(
                 self.device.index, values.data_ptr(), labels.data_ptr(), first, first + 8 * count,
@@ -199,7 +201,7 @@ class Plan:
             kernels.write_gradient(
                 values, scale, b, labels, solution, grad, ignore_index=ignore_index, out=out
             )
-        if grad.data_ptr() % 16 == 0:
+        if is_same:
             roles = (values, labels, anchor, level, gradient, share, grad, out)
             self.backward = recording.between(*roles)
         return out
@@ -235,7 +237,7 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 
 
 def may_plan(values: object) -> bool:
-    """Whether a loss on these rows can have a plan: it looks at addresses, so nothing is traced."""
+    """Whether a loss on these rows can have a plan, which needs addresses and so no tracing."""
     return (
         type(values) is Tensor
         and values.is_cuda
@@ -245,15 +247,19 @@ def may_plan(values: object) -> bool:
     )
 
 
+def _layout(values: Tensor, labels: Tensor) -> tuple[Any, ...]:
+    """Where the numbers are, as far as launches depend on it."""
+    return values.stride(), labels.stride(), values.data_ptr() % 16, labels.data_ptr() % 16
+
+
 def plan_key(values: Tensor, labels: Tensor, *settings: Any) -> tuple[Any, ...]:
-    """All that the launches of a loss depend on."""
-    aligned = values.data_ptr() % 16, labels.data_ptr() % 16
+    """Everything that the launches of a loss depend on."""
     kinds = values.dtype, values.device, labels.dtype, labels.device
-    return values.shape, values.stride(), labels.shape, labels.stride(), *kinds, *aligned, *settings
+    return values.shape, labels.shape, *_layout(values, labels), *kinds, *settings
 
 
 def planned_loss(key: tuple[Any, ...], values: Tensor, labels: Tensor) -> Tensor | None:
-    """The loss by the plan that is known under this key; None where there is none."""
+    """Loss by the plan stored under this key; None without one."""
     plan = _plans.get(key)
     if plan is None or plan.device.index != torch.cuda.current_device():
         return None
@@ -264,7 +270,7 @@ def planned_loss(key: tuple[Any, ...], values: Tensor, labels: Tensor) -> Tensor
 def remember(
     key: tuple[Any, ...], values: Tensor, labels: Tensor, settings: Settings, *owners: Any
 ) -> None:
-    """Keep a plan for rows that passed all checks; ``owners`` are what ids in the key belong to."""
+    """Store a plan for rows that passed all checks; ids in the key are those of ``owners``."""
     if values.is_cuda and values.stride(1) == 1 and labels.is_contiguous() and len(labels) > 0:
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
@@ -308,7 +314,7 @@ def reduced(loss: Tensor, labels: Tensor, settings: Settings) -> Tensor:
     if settings.reduction == "sum":
         return loss.sum()
     count = (~_ignored(labels, settings.ignore_index)).sum()
-    return loss.sum() / count.clamp_min(1) + 0.0 / count  # of no rows: NaN, zero gradients
+    return loss.sum() / count.clamp_min(1) + 0.0 / count  # mean over no rows: NaN, zero gradients
 
 
 @torch.library.custom_op("qmargin::fused_loss", mutates_args=())
@@ -332,7 +338,7 @@ def fused_loss(
     if row_kernels.may_fuse(values, scale):
         try:
             solved = _solve(values, labels, settings, True)
-        except Exception as error:  # of Triton, its compiler or the driver
+        except Exception as error:  # errors of Triton, its compiler or the driver
             row_kernels.report_fault(error)
     solved = solved or _solve_plain(values, labels, settings)
     if solved.share is None:

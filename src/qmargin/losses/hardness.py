@@ -1,14 +1,14 @@
-r"""How hard the negatives are that a loss looks at: one number for scale, alpha, classes and dims.
+r"""Hardness of the negatives that a loss weighs: one number from scale, alpha, classes and dims.
 
-Cosines of ``k`` classes that have nothing to do with a row are nearly normal, with mean 0 and
-deviation :math:`1 / \sqrt{d}`. The *hardness* is the mean of what the posterior over these classes
-weighs, in deviations, averaged over rows:
+Cosines of ``k`` classes unrelated to a row are nearly normal, with mean 0 and standard deviation
+:math:`1 / \sqrt{d}`. The *hardness* is their mean under the posterior, in standard deviations,
+averaged over rows:
 
 .. math::
     h = E\left[\sum_{j=1}^{k} p_j z_j\right], \qquad
     p_j = \left[1 + b\,(s\, d^{-1/2} z_j - \tau)\right]_+^{1/b}, \qquad \sum_j p_j = 1
 
-with ``z`` standard normal and ``b = alpha - 1``. The target takes no part: its posterior is zero,
+with ``z`` standard normal and ``b = alpha - 1``. The target is left out: its posterior is zero,
 as in a row whose target is far from its prototype. Within a row :math:`\sum_j p_j z_j` is the slope
 of a convex function of the scale (the conjugate of the regulariser), so ``h`` never falls with the
 scale. It ends at the expected maximum of ``k`` normal numbers, below :math:`\sqrt{2 \ln k}`.
@@ -45,18 +45,19 @@ _WIDEST = 256.0  # step of a search for a scale, in natural logarithms
 
 
 class Hardness(NamedTuple):
-    """What a loss makes of classes that have nothing to do with a row."""
+    """How a loss weighs classes that are unrelated to a row."""
 
-    mean: float  # of their cosines as the posterior weighs them, in deviations
-    support: float  # how many of them have a gradient, in the mean over rows
+    mean: float  # of their cosines under the posterior, in standard deviations
+    support: float  # number of them with a gradient, mean over rows
 
 
 def hardness(alpha: float, scale: float, *, num_classes: int, embedding_dim: int) -> Hardness:
-    """How hard the negatives are that a loss looks at, before anything is learned.
+    """Compute the hardness of the negatives that a loss weighs, before any training.
 
-    Losses of equal hardness look at the same negatives, whatever their alpha. The nearest of ``k``
-    classes is a little less than ``sqrt(2 log k)`` deviations away: a loss near that looks at
-    single classes. At ``alpha = 1`` the hardness is ``scale / sqrt(d)`` far below that limit.
+    Losses of equal hardness weigh the same negatives, whatever their alpha. The largest of ``k``
+    cosines is a little less than ``sqrt(2 log k)`` standard deviations above the mean: a loss near
+    that weighs single classes. At ``alpha = 1`` the hardness is ``scale / sqrt(d)`` far below that
+    limit.
 
     Args:
         alpha: Of the divergence, at least 1.
@@ -76,7 +77,7 @@ def hardness(alpha: float, scale: float, *, num_classes: int, embedding_dim: int
 
 
 def scale_of_hardness(mean: float, alpha: float, *, num_classes: int, embedding_dim: int) -> float:
-    """The scale with which a loss has a hardness, see ``hardness``.
+    """Compute the scale that gives a loss this hardness, see ``hardness``.
 
     Args:
         mean: Above 0 and below the expected maximum of ``k`` normal numbers.
@@ -112,7 +113,7 @@ def scale_of_hardness(mean: float, alpha: float, *, num_classes: int, embedding_
 class _Rows(NamedTuple):
     """A sample of rows: cosines in deviations from the row's mean, and how many classes have each.
 
-    Entries beyond the drawn ones stand for cells of many classes each.
+    Entries beyond the drawn ones represent cells of many classes each.
     """
 
     cosines: Tensor  # [B, n] float64
@@ -165,7 +166,7 @@ def _hardness(b: float, sharpness: float, num_classes: int) -> Hardness:
 
 @lru_cache(maxsize=1024)
 def _sharpness(mean: float, b: float, num_classes: int) -> float | None:
-    """Scale over ``sqrt(d)`` with which a loss has a hardness; None out of range."""
+    """Scale over ``sqrt(d)`` that gives a loss this hardness; None out of range."""
 
     def excess(log_sharpness: float) -> float:
         return _hardness(b, math.exp(log_sharpness), num_classes).mean - mean
@@ -184,7 +185,7 @@ def _sharpness(mean: float, b: float, num_classes: int) -> float | None:
 def _alpha_minus_one(alpha: float) -> float:
     check_alpha_range(check_number(alpha, "alpha"))
     if alpha < 1.0:
-        raise ConfigError(f"alpha is {alpha:g}; hardness is known from alpha 1 on")
+        raise ConfigError(f"alpha is {alpha:g}; hardness is defined for alpha of at least 1")
     return alpha - 1.0
 
 

@@ -69,11 +69,11 @@ def margin_loss_with_stats(
         cosines: ``[B, k]`` (or ``[..., k]``); half precision is computed in float32.
         labels: Class of each row, integers ``[B]``.
         divergence: Shape of the posterior.
-        margin: What is asked of the target.
+        margin: Requirement on the target.
         scale: ``s``, the factor from cosines to logits.
-        norms: Lengths of the embeddings ``[B]``, for margins that follow them.
+        norms: Lengths of the embeddings ``[B]``, for margins that depend on them.
         ignore_index: Rows with this label have zero loss and gradient, whatever they hold; their
-            statistics mean nothing.
+            statistics are meaningless.
         debug: Check labels and the range of the cosines on every device, which waits for it.
         log_reference: Log reference measure of the other classes, broadcastable to the cosines:
             one per class ``[k]``, or all. The target's is the margin's.
@@ -142,7 +142,7 @@ def margin_loss_with_stats(
 def _checked_rows(
     rows: Tensor, labels: Tensor, ignore_index: int, debug: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """Which rows are ignored, None where a CPU sees none, and int64 labels that are classes."""
+    """Mask of ignored rows (None if a CPU finds none), and valid labels in int64."""
     is_ignored = labels == ignore_index
     if is_on_cpu(rows) and not bool(is_ignored.any()):
         checks.check_labels(labels, rows.shape[1], debug)
@@ -168,7 +168,7 @@ def _fused(
     *,
     statistics: bool = False,
 ) -> tuple[Tensor, ...] | None:
-    """The loss by kernels alone, with statistics on request; None where they do not serve it."""
+    """Loss by kernels only, with statistics on request; None where they do not support it."""
     form = closed_form(margin)
     if form is None or not isinstance(divergence, Alpha) or not isinstance(cosines, Tensor):
         return None
@@ -226,9 +226,9 @@ def margin_loss(
 class MarginLoss(nn.Module):
     """Loss with any divergence, any margin and any reference measure, at a scale.
 
-    It holds no state of its own. An alpha or a margin that is a parameter, a margin that is a
-    module (AdaFace keeps running statistics) and the reference are registered, so that an optimizer
-    finds them, and ``state_dict()`` has them.
+    It has no state of its own. An alpha or a margin that is a parameter, a margin that is a module
+    (AdaFace keeps running statistics) and the reference are registered, so that optimizers and
+    ``state_dict()`` include them.
 
     Args:
         divergence: ``Alpha(1.25)``, or any other ``Divergence``.
@@ -286,7 +286,7 @@ class MarginLoss(nn.Module):
         self.debug = debug
         if isinstance(divergence, Alpha) and isinstance(divergence.alpha, nn.Parameter):
             self.alpha = divergence.alpha
-        register_learnable(self, margin, "margin")  # a margin that is a module has its own
+        register_learnable(self, margin, "margin")  # modules register their own
         check_reference(reference, margin, self._b)
         self.reference = reference
         if self.alpha_value is not None:
@@ -314,7 +314,7 @@ class MarginLoss(nn.Module):
 
     @property
     def target_margin(self) -> Margin:
-        """What makes the target's term: the margin, with the reference where there is one."""
+        """The margin, combined with the reference if there is one."""
         reference = self.active_reference
         if reference is None:
             return self.margin
@@ -331,7 +331,7 @@ class MarginLoss(nn.Module):
     def reach(self) -> float | None:
         """The cosine gap from which on a row has zero loss, see ``qmargin.reach`` (M12).
 
-        None with a reference, which may give each row another one.
+        None with a reference, which may give each row a different one.
         """
         if self.alpha_value is None or self.active_reference is not None:
             return None
@@ -373,7 +373,7 @@ class MarginLoss(nn.Module):
         """Mean or sum over the rows that are not ignored, or one loss per row ``[B]``.
 
         ``norms`` ``[B]`` are the lengths of the embeddings and ``prototypes`` ``[k, d]`` the
-        classes' own vectors, for margins and references that look at them.
+        vectors of the classes, for margins and references that use them.
         """
         if self.active_reference is not None:
             rows = self.with_stats(cosines, labels, norms, prototypes).loss

@@ -9,7 +9,7 @@ AngularMargin(0.1)``. At ``alpha = 1`` a prior and a cosine margin are the same 
   out) stays ``-inf``, NaN stays NaN, and ``+inf`` never becomes finite.
 - A setting is a number; a tensor with one value per row (or one for all); or ``PerClass`` around
   one value per class. Gradients flow into tensors. Numbers are checked when the margin is built;
-  tensors are checked for shape, dtype and device only, because reading them would stop the device.
+  tensors are checked for shape, dtype and device only, because reading them makes a GPU wait.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def resolve(value: Setting, cosines: Tensor, labels: Tensor | None) -> float | T
 
 
 def settings_in(owner: object) -> Iterator[tuple[str, object]]:
-    """Every value inside a margin of margins, named by its path: ``prior_margin_values``."""
+    """Every value inside a nested margin, named by its path: ``prior_margin_values``."""
     for field in fields(owner) if isinstance(owner, ByValue) else ():  # type: ignore[arg-type]
         value = getattr(owner, field.name)
         yield field.name, value
@@ -163,7 +163,7 @@ def as_working(cosines: Tensor) -> Tensor:
 
 
 def keep_non_finite(shifted: Tensor, cosines: Tensor) -> Tensor:
-    """``shifted``, but a cosine of ``-inf``, ``+inf`` or NaN as it came, with a zero gradient."""
+    """``shifted``, but infinite and NaN cosines unchanged, with a zero gradient."""
     return torch.where(cosines.isfinite(), shifted, cosines.detach())
 
 
@@ -216,8 +216,8 @@ class Margin(Protocol):
     ) -> TargetTerm:
         """Apply the margin to target cosines ``[B]``.
 
-        ``labels`` ``[B]`` are read by per-class settings, ``norms`` ``[B]`` (lengths of the
-        embeddings) by margins that follow the quality of a sample. A negative label marks a row
+        ``labels`` ``[B]`` are used by per-class settings, ``norms`` ``[B]`` (lengths of the
+        embeddings) by margins that depend on the quality of a sample. A negative label marks a row
         that the caller discards: it gets a finite term and is left out of running statistics.
         """
 
@@ -278,7 +278,7 @@ class StatelessMargin(ByValue):
 
 
 class StatefulMargin(nn.Module):
-    """A margin with state: it follows ``train()``, ``eval()``, ``to()`` and ``state_dict()``."""
+    """Base of margins with state, which is part of ``state_dict()`` and follows ``train()``."""
 
     def forward(
         self,
@@ -751,8 +751,8 @@ class ElasticMargin(StatefulMargin):
     """ElasticFace: a margin sampled from a Gaussian for every row (CVPR workshops 2022).
 
     In training mode each row gets ``margin + std * noise``, in evaluation mode the mean. An angular
-    draw is kept in [0, pi). With ``plus=True`` (ElasticFace+) the draws of a batch are handed out
-    by cosine: the larger the cosine, the smaller the margin. That is the paper's rule; the authors'
+    draw is kept in [0, pi). With ``plus=True`` (ElasticFace+) the draws of a batch are assigned by
+    cosine: the larger the cosine, the smaller the margin. That is the paper's rule; the authors'
     code indexes with the sorting permutation where its inverse is meant.
 
     Args:
@@ -760,9 +760,9 @@ class ElasticMargin(StatefulMargin):
         std: Deviation of the draws, not negative; by default the published 0.05, and for
             ElasticFace+ 0.0175 (``"arc"``) or 0.02 (``"cos"``).
         variant: ``"arc"`` for an angular margin, ``"cos"`` for a cosine margin.
-        plus: Hand the draws out by cosine.
-        seed: Draw from a generator of this margin's own. Its position is part of ``state_dict()``
-            and is restored on the same kind of device; on another kind the draws start anew.
+        plus: Assign the draws by cosine.
+        seed: Seed of a generator for this margin only. Its position is part of ``state_dict()`` and
+            is restored on the same kind of device; on a different kind the draws start again.
             ``torch.compile`` cannot trace such a generator: use ``torch.manual_seed`` there.
 
     Examples:
@@ -790,7 +790,7 @@ class ElasticMargin(StatefulMargin):
         self.std = check_number(std, "std of ElasticFace", low=0.0)
         self.variant, self.plus, self.seed = variant, plus, seed
         self._generator: torch.Generator | None = None
-        self._position: dict[str, Any] = {}  # loaded, and taken up by the first draw
+        self._position: dict[str, Any] = {}  # loaded; used by the first draw
 
     def _term(
         self, cosines: Tensor, scale: float, labels: Tensor | None, norms: Tensor | None
@@ -822,14 +822,14 @@ class ElasticMargin(StatefulMargin):
         return self._generator
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Position of the margin's own generator, so that a resumed run draws on."""
+        """Position of the margin's generator, so that a resumed run continues its draws."""
         if self._generator is None:
             return self._position
         device = str(self._generator.device)
         return {"device": device, "generator": self._generator.get_state()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take up the position that ``get_extra_state`` gave."""
+        """Restore the position of ``get_extra_state``."""
         self._generator, self._position = None, state
 
     def extra_repr(self) -> str:
@@ -851,7 +851,7 @@ class ClosedForm(NamedTuple):
     is_straight: bool = False  # the gradient of the angle is left out
 
     def term(self, cosines: Tensor, scale: float) -> TargetTerm:
-        """What the margin makes of cosines ``[B]``, differentiable."""
+        """Target term of cosines ``[B]``, differentiable."""
         moved = cosines
         if self.angle != 0.0:
             gradient: Any = "straight_through" if self.is_straight else "exact"
@@ -873,7 +873,7 @@ class ClosedForm(NamedTuple):
 
 
 def closed_form(margin: Margin) -> ClosedForm | None:
-    """The numbers of a margin, None for one with tensors, with state or of another's making."""
+    """Closed form of a margin; None with tensors or state, and for user-defined margins."""
     kind = type(margin)  # exactly: a subclass may have another term
     if kind is SumMargin:
         assert isinstance(margin, SumMargin)
@@ -893,7 +893,7 @@ def closed_form(margin: Margin) -> ClosedForm | None:
 
 
 def check_margin(margin: Margin, num_classes: int | None = None) -> None:
-    """Raise unless it is a margin, whose ``PerClass`` settings are as long as there are classes."""
+    """Raise unless it is a margin, with one value for each class in ``PerClass`` settings."""
     if isinstance(margin, type) or not (callable(margin) and hasattr(margin, "effective")):
         raise ConfigError(
             f"margin is {margin!r}; give an object with the methods of Margin, e.g. "
@@ -915,7 +915,7 @@ def check_margin(margin: Margin, num_classes: int | None = None) -> None:
 
 
 def warn_if_unreachable(margin: Margin, *, alpha: float, scale: float) -> None:
-    """Warn, at the line that called this package, when no pair of cosines has the gap (M12)."""
+    """Warn, at the line that called this package, if no pair of cosines has the gap (M12)."""
     gap = margin.effective(alpha, scale)
     if gap is None or gap <= LARGEST_GAP:
         return

@@ -33,12 +33,12 @@ from qmargin.losses.margins import (
 )
 
 REACH_KINDS = ("prior", "cosine", "angular")
-_ANGLES = 1025  # looked at for the largest gap, and again between the best of them
+_ANGLES = 1025  # evaluated for the largest gap, and again between the best of them
 _ZOOMS = 3
 
 
 class UnreachableError(ConfigError):
-    """A reach below that of the divergence alone, which no margin makes."""
+    """Raised for a reach below that of the divergence alone, which no margin gives."""
 
 
 def reach(
@@ -48,7 +48,7 @@ def reach(
     *,
     target_cosine: float | None = None,
 ) -> float | None:
-    """Cosine gap from which on the loss of a row is exactly zero (M12).
+    """Compute the cosine gap from which on the loss of a row is exactly zero (M12).
 
     Cosines differ by at most 2: with a larger reach at ``target_cosine=1``, no row of any embedding
     has zero loss.
@@ -106,16 +106,15 @@ def reach(
             step, best = (high - low) / (_ANGLES - 1), float(angles[place])
             low, high = max(0.0, best - step), min(math.pi, best + step)
         return float(found)
-    except Exception:  # a margin, perhaps a user's, that cannot do without norms or labels
+    except Exception:  # a margin, perhaps user-defined, that needs norms or labels
         return None
 
 
 def margin_of_reach(gap: float, alpha: float, scale: float, *, kind: str = "prior") -> float:
-    """The margin with which a loss has a reach, see ``reach``.
+    """Compute the margin that gives a loss this reach, see ``reach``.
 
     Args:
-        gap: The reach, at least ``1 / ((alpha - 1) scale)``, which is that of no margin, and at
-            most 2.
+        gap: The reach, from ``1 / ((alpha - 1) scale)``, the reach without a margin, to 2.
         alpha: Of the divergence, above 1.
         scale: Of the logits.
         kind: Of the margin: ``"prior"``, ``"cosine"`` or ``"angular"``.

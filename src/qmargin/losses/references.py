@@ -1,13 +1,13 @@
-r"""Reference measures: what the classes are taken to be before a row is seen (M14).
+r"""Reference measures: prior weights of the classes (M14).
 
 A margin lowers the reference measure of the target. A reference gives every class one, and log
-references add: ``reference=ClassPrior(counts) + Quality(0.33)``. Nothing is differentiated through
-a reference, so the gradient in a logit stays ``p - y``.
+references add: ``reference=ClassPrior(counts) + Quality(0.33)``. No gradient flows through a
+reference, so the gradient of a logit stays ``p - y``.
 
 A ``Reference`` of your own overrides what it needs: ``per_class``, a number for every class;
 ``per_pair`` with ``pair_bounds``, a number for every class given the target's, from the cosine of
-the two prototypes; ``margin_factor``, what a row's effective margin is multiplied by. All paths of
-the head take it from there.
+the two prototypes; ``margin_factor``, the factor of a row's effective margin. All paths of the head
+support it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from qmargin.registry import register_reference
 
 
 class Reference(nn.Module):
-    """Log reference measure of the classes, on top of what the margin does to the target's.
+    """Log reference measure of the classes, in addition to that of the margin.
 
-    The number ``strength``, or the attribute that ``main_number`` names, may be changed between
-    steps: schedules do. Nothing that depends on it may be kept.
+    Schedules change the number ``strength``, or the attribute that ``main_number`` names, between
+    steps. Do not cache values that depend on it.
     """
 
     main_number: ClassVar[str] = "strength"
     changes_in_training: ClassVar[bool] = False
-    """Whether a training step changes the state, which a step that is redone then puts back."""
+    """Whether a training step changes the state; a repeated step restores it first."""
 
     def per_class(self) -> Tensor | None:
         """``log q_j`` of every class, ``[k]`` float64; None if it is zero for all of them."""
@@ -58,16 +58,16 @@ class Reference(nn.Module):
     def per_pair(self, cosines: Tensor, scale: float) -> Tensor:
         """``log q_j`` given the target, from cosines ``<w_y, w_j>`` of prototypes, elementwise.
 
-        The target's own is zero, whatever this says.
+        The target's own is zero, whatever this returns.
         """
         return torch.zeros_like(cosines)
 
     def pair_bounds(self, scale: float) -> tuple[float, float] | None:
-        """Numbers that ``per_pair`` never leaves; None if it is zero everywhere."""
+        """Bounds of ``per_pair``; None if it is zero everywhere."""
         return None
 
     def margin_factor(self, labels: Tensor, norms: Tensor | None) -> Tensor | None:
-        """What effective margins are multiplied by, ``[B]`` float64; None for one.
+        """Factors of the effective margins, ``[B]`` float64; None if all are one.
 
         ``labels`` ``[B]`` are negative in rows that the caller discards; ``norms`` ``[B]`` are the
         lengths of the embeddings.
@@ -85,7 +85,7 @@ class Reference(nn.Module):
         return type(self).per_class is not Reference.per_class
 
     def is_one(self, scale: float) -> bool:
-        """Whether it changes nothing, as with a strength of zero: then it is left out."""
+        """Whether it changes nothing, as with a strength of zero; it is then left out."""
         has_pairs = self.pair_bounds(scale) is not None
         return not (self.scales_margins or self.has_classes or has_pairs)
 
@@ -125,12 +125,12 @@ class SumReference(Reference):
 
     @property
     def scales_margins(self) -> bool:
-        """Whether any part does."""
+        """Whether any part has a ``margin_factor``."""
         return any(part.scales_margins for part in self.parts)
 
     @property
     def has_classes(self) -> bool:
-        """Whether any part has them."""
+        """Whether any part has values per class."""
         return any(part.has_classes for part in self.parts)
 
     def per_class(self) -> Tensor | None:
@@ -166,17 +166,17 @@ class SumReference(Reference):
         return total
 
     def check_classes(self, num_classes: int) -> None:
-        """Ask every part."""
+        """Check every part."""
         for part in self.parts:
             part.check_classes(num_classes)
 
 
 @register_reference("class_prior")
 class ClassPrior(Reference):
-    r"""Frequent classes are expected: ``log q_j = strength * log(n_j / mean n)`` (M14).
+    r"""Prior of the class frequencies: ``log q_j = strength * log(n_j / mean n)`` (M14).
 
-    At ``alpha = 1`` this is logit adjustment. It holds for the target as for every other class: a
-    rare one has to lead by more. Counts are divided by their mean, because a constant in all log
+    At ``alpha = 1`` this is logit adjustment. It applies to the target as to every other class: a
+    rare class has to lead by more. Counts are divided by their mean, because a constant in all log
     references acts like the scale (M15). Besides, the effective margin may follow the count,
 
     .. math:: m_y = m_0 (\bar n / n_y)^{\text{margin\_power}}
@@ -218,7 +218,7 @@ class ClassPrior(Reference):
                 "[num_classes]"
             )
         _check_counts(given)
-        # A copy: nobody else writes into it. Integers: a cast of the module leaves them alone.
+        # A copy, so that no other code changes it. Integers, so that casts of the module do not.
         self.register_buffer("counts", given.detach().to(torch.int64, copy=True))
         self._known: tuple[Tensor, int] | None = None
         self._range = (1.0, 1.0, 1.0)
@@ -290,14 +290,14 @@ def _check_counts(counts: Tensor) -> None:
 
 @register_reference("look_alike")
 class LookAlike(Reference):
-    r"""Classes that resemble the target are expected in its place (M14).
+    r"""Prior of similarity: classes whose prototypes resemble the target's weigh more (M14).
 
     .. math:: \log q_{j \mid y} = s\,[\kappa (c - t)_+ - \delta (c - u)_+],
         \qquad c = \langle w_y, w_j \rangle
 
     with unit prototypes, and zero for the target itself. A positive ``strength`` makes look-alikes
-    count as if their cosine with the row were larger. ``damping`` makes classes that are all but
-    the same count less: they may be one identity under two labels.
+    count as if their cosine with the row were larger. ``damping`` lowers the weight of nearly
+    identical classes: they may be one identity under two labels.
 
     Args:
         strength: ``kappa``, not negative.
@@ -335,7 +335,7 @@ class LookAlike(Reference):
         return value
 
     def pair_bounds(self, scale: float) -> tuple[float, float] | None:
-        """Of a function that is linear between -1, the thresholds and 1."""
+        """Bounds of a function that is linear between -1, the thresholds and 1."""
         if self.strength == 0.0 and self.damping == 0.0:
             return None
         values = [
@@ -364,10 +364,10 @@ class Quality(Reference):
         m_i = m_0 (1 + z_i), \qquad
         z_i = \operatorname{clip}(h\, (\lVert x_i \rVert - \mu) / \sigma,\, -1,\, 1)
 
-    and never beyond the gap that cosines can have, if ``m_0`` is not itself. Mean and deviation are
-    running ones: those of all batches so far, and an average with ``momentum`` once there were
-    ``1 / momentum``. They move before they are used, in training mode only, by rows with finite
-    norms and labels that are not negative. Every process has its own.
+    and never above the gap that cosines can have, unless ``m_0`` is. Mean and deviation are running
+    statistics: of all batches so far and, after ``1 / momentum`` batches, an average with
+    ``momentum``. They are updated before use, in training mode only, from rows with finite norms
+    and labels that are not negative. Every process has its own.
 
     Args:
         strength: ``h``, any finite number.
@@ -396,7 +396,7 @@ class Quality(Reference):
 
     @property
     def scales_margins(self) -> bool:
-        """Whether there is a strength; without one no statistics are kept."""
+        """Whether the strength is not zero; otherwise no statistics are kept."""
         return self.strength != 0.0
 
     def margin_factor(self, labels: Tensor, norms: Tensor | None) -> Tensor | None:
@@ -468,7 +468,7 @@ class ReferencedMargin:
         labels: Tensor | None = None,
         norms: Tensor | None = None,
     ) -> TargetTerm:
-        """Apply both, see ``Margin``."""
+        """Apply margin and reference, see ``Margin``."""
         term = self.margin(target_cosines, scale, labels=labels, norms=norms)
         if labels is None:
             raise ConfigError("a reference got no labels; pass labels with the cosines")
@@ -491,7 +491,7 @@ class ReferencedMargin:
         return log_reference
 
     def effective(self, alpha: float, scale: float) -> float | None:
-        """That of the margin alone, see ``Margin``."""
+        """Effective margin without the reference, see ``Margin``."""
         return self.margin.effective(alpha, scale)
 
 
@@ -550,8 +550,8 @@ def on_device_of(values: Tensor, like: Tensor) -> Tensor:
 def scaled_margin(log_reference: Tensor, factor: Tensor, scale: float, b: float) -> Tensor:
     """Log reference whose effective margin is ``factor`` times as large, within reach (M17).
 
-    A margin is not raised above ``2 - 1 / (b s)``, from where on a zero loss is out of reach. One
-    that is above already is not raised, one that is not positive stays as it is.
+    A margin is not raised above ``2 - 1 / (b s)``, where zero loss becomes impossible. A larger
+    margin is not raised, and one that is not positive is not changed.
     """
     if b == 0.0:
         effective = -log_reference / scale
@@ -568,7 +568,7 @@ def scaled_margin(log_reference: Tensor, factor: Tensor, scale: float, b: float)
 
 
 def check_reference(reference: Reference | None, margin: Margin, b: float | None) -> None:
-    """Raise unless it is a reference that this margin and divergence can have."""
+    """Raise unless this margin and divergence support the reference."""
     if reference is None:
         return
     if not isinstance(reference, Reference):
@@ -599,11 +599,11 @@ def only_scales_margins(reference: Reference, scale: float) -> bool:
 
 
 def parts_of(reference: Reference) -> list[Reference]:
-    """The references of a sum, or the one."""
+    """Parts of a sum, or the reference itself."""
     return list(reference.parts) if isinstance(reference, SumReference) else [reference]
 
 
-MOST_STEEP = 1e3  # times that rounding may count: float32 cosines then give 1e-3 of a posterior
+MOST_STEEP = 1e3  # factor of rounding errors: with float32 cosines, 1e-3 of a posterior
 
 
 def warn_if_steep(reference: Reference, *, b: float, scale: float) -> None:
@@ -627,7 +627,7 @@ def warn_if_steep(reference: Reference, *, b: float, scale: float) -> None:
 def warn_if_class_unreachable(
     reference: Reference, margin: Margin, *, b: float, scale: float
 ) -> None:
-    """Warn when the rarest class asks for a gap that no pair of cosines has (M12)."""
+    """Warn if the rarest class needs a gap that no pair of cosines has (M12)."""
     form, lowest = closed_form(margin), reference.class_bounds()[0]
     if form is None or lowest >= 0.0:
         return

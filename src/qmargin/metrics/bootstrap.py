@@ -1,8 +1,8 @@
 """Confidence intervals and paired comparisons by drawing subjects, not trials, with replacement.
 
-Trials that share a subject rise and fall together, so an interval that counts trials is too
-narrow. Here whole subjects are drawn: a genuine pair counts as often as its subject was drawn, an
-impostor pair as often as the product of its two. Every replicate chooses its own thresholds.
+Trials that share a subject are correlated, so an interval that counts trials is too narrow. Here
+whole subjects are drawn: a genuine pair counts as often as its subject is drawn, an impostor pair
+as often as the product of its two subjects. Every replicate has its own thresholds.
 """
 
 from __future__ import annotations
@@ -371,19 +371,19 @@ def bootstrap(
 ) -> Replicates:
     """Compute operating points in a bootstrap over subjects.
 
-    The threshold is chosen anew in every replicate, by the rule of `tar_at_far`. Replicates follow
+    The threshold is chosen in every replicate, by the rule of `tar_at_far`. Replicates follow
     from the subjects' names and the seed, so two systems on the same trials can be compared pair
     by pair (`compare`).
 
     Args:
         trials: Scores, labels and subjects.
         fars: False acceptance rates at which to measure TAR.
-        p_targets: Priors at which to measure minDCF; with none, and without EER, only the tail of
-            the impostors is looked at.
+        p_targets: Priors at which to measure minDCF; with none, and without EER, only the largest
+            impostor scores are used.
         grid_fars: More rates, for the band of a DET curve. Large ones cost more time.
         has_eer: Whether to measure EER.
         num_replicates: Number of replicates.
-        seed: Of the draws.
+        seed: Seed of the draws.
         progress: Called with the number of replicates done and their total.
 
     Examples:
@@ -448,13 +448,13 @@ def interval(values: ArrayLike, level: float = 0.95) -> tuple[float, float]:
 
 
 def _defined(values: ArrayLike) -> Floats:
-    """The replicates that have a value; an error where too many have none."""
+    """Return the replicates that have a value; raise if too many have none."""
     array = np.asarray(values, dtype=np.float64)
     kept = array[~np.isnan(array)]
     if len(kept) < (1 - MAX_EMPTY) * len(array) or len(kept) == 0:
         raise ProtocolError(
             f"{len(array) - len(kept)} of {len(array)} replicates drew no genuine or no impostor "
-            f"trial, at most {MAX_EMPTY:.0%} may: an interval needs more subjects"
+            f"trial, at most {MAX_EMPTY:.0%} may: use trials of more subjects"
         )
     return kept
 
@@ -496,8 +496,8 @@ class Comparison:
 def compare(replicates_a: Replicates, replicates_b: Replicates, level: float = 0.95) -> Comparison:
     """Compare two systems over the same bootstrap draws.
 
-    Both systems are measured in every replicate, so what is hard for both cancels. Replicates of
-    other trials, subjects or seeds are a ``ProtocolError``.
+    Both systems are measured in every replicate, so trials that are hard for both cancel.
+    Replicates of other trials, subjects or seeds are a ``ProtocolError``.
     """
     both = (replicates_a, replicates_b)
     for name in ("subjects_sha256", "trials_sha256", "seed", "num_replicates"):

@@ -64,11 +64,11 @@ def min_cllr(genuine: ArrayLike, impostor: ArrayLike) -> float:
 
 
 def min_cllr_of(parts: StaircaseParts) -> float:
-    """The same of scores whose staircase comes in parts: pools of pools are the pools of all."""
+    """Compute minCllr from a staircase in parts, by merging the pools of the parts."""
     from scipy.optimize import isotonic_regression  # slow to import, and only needed here
 
     def pooled(num_genuine: Floats, num_impostors: Floats) -> tuple[Floats, Floats]:
-        """Numbers of both kinds in the pools of adjacent violators."""
+        """Genuine and impostor counts in the pools of adjacent violators."""
         totals = num_genuine + num_impostors
         starts = isotonic_regression(num_genuine / totals, weights=totals).blocks[:-1]
         return np.add.reduceat(num_genuine, starts), np.add.reduceat(num_impostors, starts)
@@ -119,7 +119,8 @@ def actual_dcf(
 def calibrate(genuine: ArrayLike, impostor: ArrayLike, *, prior: float = 0.5) -> Calibration:
     """Fit an affine map from scores to log-likelihood ratios by logistic regression.
 
-    Genuine scores together weigh ``prior`` and impostor scores the rest, however many there are.
+    Genuine scores have a total weight of ``prior``, impostor scores the rest, whatever their
+    numbers.
 
     Raises:
         ProtocolError: If one threshold separates all scores, so that no finite scale is best.
@@ -164,7 +165,7 @@ class _Side(NamedTuple):
 
 
 def _coarse_solution(sides: list[_Side], prior: float) -> Floats:
-    """Where to start: the solution for bins of equal width, if the scores are many.
+    """Starting point: the solution for bins of equal width, if there are many scores.
 
     Newton's method then needs two or three passes over all scores instead of ten. The start does
     not change the solution.
@@ -205,7 +206,7 @@ def _logistic_regression(sides: list[_Side], prior: float, start: Floats) -> tup
         while trial[0] > loss and step @ step > ENOUGH * (1.0 + point @ point):
             step = step / 2.0
             trial = _logistic_fit(point - step, sides, prior)
-        if trial[0] > loss:  # only rounding is left
+        if trial[0] > loss:  # the rest is rounding
             break
         point, (loss, gradient, curvature) = point - step, trial
     return float(point[0]), float(point[1])

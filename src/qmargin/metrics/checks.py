@@ -1,4 +1,4 @@
-"""Scores as every metric wants them, and comparisons that are exact in any precision."""
+"""Checks of scores, and comparisons that are exact in any precision."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ def checked_scores(scores: ArrayLike, name: str, *, may_be_empty: bool = False) 
     Args:
         scores: Scores of trials; float32 and float64 stay as they are, others become float64.
         name: What the scores are, for the messages, such as ``"impostor"``.
-        may_be_empty: Whether no score at all is fine.
+        may_be_empty: Whether an empty array is accepted.
 
     Raises:
         ShapeError: If there is not exactly one dimension.
@@ -62,7 +62,7 @@ def check_rate(rate: float, name: str) -> float:
 def check_open(value: float, name: str, example: float) -> None:
     """``ConfigError`` unless the value is inside (0, 1)."""
     if not 0.0 < value < 1.0:
-        raise ConfigError(f"{name}={value:g} is not inside (0, 1): pass such as {example:g}")
+        raise ConfigError(f"{name}={value:g} is not inside (0, 1): try {example:g}")
 
 
 def pieces(scores: Scores) -> Iterator[Scores]:
@@ -102,8 +102,8 @@ def just_above(value: float, dtype: np.dtype[Any]) -> float:
 def round_down(value: float, dtype: np.dtype[Any]) -> Any:
     """The largest number of this precision that is not above ``value``.
 
-    A float32 score is above ``value`` exactly if it is above this number, so that nothing needs to
-    be widened to compare. (A Python float compared with a float32 array is rounded to nearest.)
+    A float32 score is above ``value`` exactly if it is above this number, so scores need no
+    conversion. (A Python float compared with a float32 array is rounded to nearest.)
     """
     with np.errstate(over="ignore"):
         narrow = dtype.type(value)

@@ -1,4 +1,4 @@
-"""The whole trade-off between the two errors: every threshold that makes a difference."""
+"""DET curves: both error rates at every distinct threshold."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StaircaseParts:
     """The staircase of any number of scores, in consecutive parts, lowest first.
 
     Each part takes memory for about ``size`` scores (``PART`` by default), however many there are
-    in all; a value that many share takes none. All scores are read once for every part, so a few
+    in all; equal scores take no extra memory. All scores are read once for every part, so a few
     large parts are faster than many small ones.
     """
 
@@ -159,7 +159,7 @@ def det_curve(genuine: ArrayLike, impostor: ArrayLike) -> DetCurve:
 
 
 def thin_curve(parts: StaircaseParts, num_points: int) -> DetCurve:
-    """What ``DetCurve.thin`` gives for the whole curve, which is never held."""
+    """``DetCurve.thin`` of a curve that is never held in memory as a whole."""
     sizes = len(parts.genuine), len(parts.impostor)
     kept = list(_walk(_points(parts), *sizes)) if parts.is_whole else None
     return DetCurve(*_thinned(lambda: kept or _walk(_points(parts), *sizes), num_points), *sizes)

@@ -62,7 +62,7 @@ class Costs:
         check_open(p_target, "p_target", 0.01)
         for name, cost in (("c_miss", c_miss), ("c_fa", c_fa)):
             if not 0.0 < cost < np.inf:
-                raise ConfigError(f"{name}={cost:g} is not positive and finite: pass such as 1")
+                raise ConfigError(f"{name}={cost:g} is not positive and finite: try 1")
         miss, false_accept = p_target * c_miss, (1.0 - p_target) * c_fa
         least = min(miss, false_accept)
         return cls(miss / least, false_accept / least)
@@ -267,7 +267,7 @@ class ScoreBins:
         """Numbers of errors at every distinct score inside the given bins, ascending."""
         steps = staircase(*self._gather(bins))
         home = np.searchsorted(bins, self._bins(steps.values))
-        # What the staircase counts of the other bins gives way to all that lies outside this one.
+        # Replace counts of the other bins by those of everything outside this one.
         num_genuine, num_impostors = self._num_genuine[bins], self._num_impostors[bins]
         earlier = np.cumsum(num_genuine) - num_genuine
         later = num_impostors.sum() - np.cumsum(num_impostors)

@@ -1,4 +1,4 @@
-"""Accuracy with a threshold from the other folds: the protocol of LFW and its relatives."""
+"""Accuracy with a threshold from the other folds: the protocol of LFW and similar sets."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class KFoldAccuracy:
 
     @property
     def standard_error(self) -> float:
-        """Of the mean, as the LFW tables print it."""
+        """Standard error of the mean, as in LFW tables."""
         return float(self.std / np.sqrt(len(self.accuracies)))
 
 

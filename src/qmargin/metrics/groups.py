@@ -24,7 +24,7 @@ class GroupRate:
     """Errors of one kind in one group.
 
     ``rate`` is None without trials. ``status`` is ``"ok"``, ``"few"`` (fewer than 30 errors) or
-    ``"not measurable"`` (no trials), and ``message`` says it to a reader.
+    ``"not measurable"`` (no trials), and ``message`` says so in words.
     """
 
     rate: float | None
@@ -54,7 +54,7 @@ class Spread:
             above it.
         gini: Gini coefficient with the correction ``n / (n - 1)``, from 0 (equal) to 1.
         num_groups: Groups that have the rate.
-        note: What a reader must know: groups left out, groups at zero, groups with few errors.
+        note: Groups that were left out, have no errors or have few.
     """
 
     max_over_geometric_mean: float | None
@@ -74,7 +74,7 @@ class GroupRates:
         fnmr: Spread of the false non-match rate.
         ineq: ``(max FMR / min FMR)^beta * (max FNMR / min FNMR)^(1 - beta)``.
         garbe: ``alpha * Gini(FMR) + (1 - alpha) * Gini(FNMR)``.
-        num_cross_impostors: Impostor pairs of two groups, which count in no group.
+        num_cross_impostors: Impostor pairs of two groups, which belong to no group.
         num_ungrouped_trials: Trials with a subject that has no group.
     """
 

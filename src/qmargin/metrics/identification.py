@@ -1,4 +1,4 @@
-"""One-to-many search: who is it, and is it anybody at all."""
+"""One-to-many search: rank rates, and error rates of open-set identification."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class FnirAtFpir:
     """False negative identification rate where the false positive one is limited.
 
     ``fnir`` is the share of the searches with a mate whose mate is below the threshold, ``fpir``
-    that of the searches without a mate in which somebody reaches it.
+    that of the searches without a mate in which another subject reaches it.
     """
 
     fpir_target: float
@@ -44,7 +44,7 @@ class Identification:
 
     @property
     def rank1(self) -> float:
-        """Share of the searches with a mate in which nobody else scores as high as the mate."""
+        """Share of searches with a mate in which no other subject scores as high as the mate."""
         return self.rank_rates[self.ranks.index(1)]
 
 

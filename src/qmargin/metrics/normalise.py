@@ -138,8 +138,9 @@ def _normalised(
     num_rows, axis = len(moments.mean), 0 if name == "enrol_cohort" else 1
     if index is None:
         if trials.shape[axis] != num_rows:
-            shape = trials.shape
-            raise ShapeError(f"axis {axis} of scores {shape} has not the {num_rows} rows of {name}")
+            raise ShapeError(
+                f"axis {axis} of scores {trials.shape} has to have the {num_rows} rows of {name}"
+            )
         all_rows = np.arange(num_rows)
         return moments.apply(trials, all_rows[:, None] if axis == 0 else all_rows[None])
     rows = np.asarray(index)

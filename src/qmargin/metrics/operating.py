@@ -76,7 +76,7 @@ class Sufficiency:
     """Result of ``sufficiency``: whether a FAR can be measured, and how well.
 
     ``status`` is ``"ok"``, ``"few"`` (fewer than 30 false accepts are allowed) or
-    ``"not measurable"``, and ``message`` says it to a reader.
+    ``"not measurable"``, and ``message`` says so in words.
     """
 
     status: Status
@@ -140,9 +140,9 @@ class TarAtFar:
     """True acceptance rate where the false acceptance rate is limited.
 
     Attributes:
-        far_target: The false acceptance rate that was asked for.
+        far_target: The requested false acceptance rate.
         tar: Share of the genuine scores that are accepted.
-        far: The false acceptance rate that is achieved.
+        far: The achieved false acceptance rate.
         false_accepts: Number of impostor scores that are accepted; of the rule ``interpolated``,
             which belongs to no threshold, the number that may be.
         threshold: Accept if and only if ``score >= threshold``. NaN, which accepts nothing, if
@@ -186,7 +186,7 @@ def tar_at_far(
     above the impostor score number ``k + 1``, counted from the largest, are accepted. Ties at that
     score are all rejected, so the achieved rate never exceeds ``far``.
 
-    Two other rules are there to compare with tables that were made by them. ``nearest`` takes the
+    Two other rules exist to compare with published tables. ``nearest`` takes the
     point of the ROC curve whose FAR is nearest to ``far``, below or above it (the larger of two
     that are equally near). ``interpolated`` draws a straight line between the points on both sides,
     which no threshold attains.
@@ -355,7 +355,7 @@ class ImpostorTail:
     memory for about twice the number of false accepts that ``max_far`` allows.
 
     Args:
-        max_far: The largest false acceptance rate that will be asked for.
+        max_far: The largest false acceptance rate that will be requested.
         num_impostors: Number of all impostor scores, over all processes and files.
 
     Examples:
@@ -382,7 +382,7 @@ class ImpostorTail:
             self._largest.update(scores)
 
     def merge(self, other: ImpostorTail) -> None:
-        """Add all that another tail, of the same rates and sizes, has seen."""
+        """Add all scores of another tail with the same rates and sizes."""
         if (other.max_far, other.num_impostors) != (self.max_far, self.num_impostors):
             raise ConfigError(
                 f"a tail of max_far={other.max_far:g} and num_impostors={other.num_impostors} "
@@ -416,7 +416,7 @@ class ImpostorTail:
         return _tail_point(genuine, self._largest.descending(), far, self.num_impostors, dtype)
 
     def _check_complete(self, far: float) -> int:
-        """Number of false accepts that ``far`` allows, if it can be answered."""
+        """Number of false accepts that ``far`` allows; raise if the tail is too short for it."""
         if far > self.max_far:
             raise ConfigError(
                 f"far={far:g} is above max_far={self.max_far:g} of the tail: raise max_far"

@@ -1,11 +1,10 @@
 """Means over training runs, and their differences, with intervals over runs and test identities.
 
-Training with another seed gives another system, and another draw of test identities another rate.
-An interval for what a loss does has to cover both. With a handful of seeds, drawing them with
-replacement does not: the variance comes out too small by ``(n - 1) / n`` and its tails too short.
-Here the two variances are estimated apart, as for readers and cases in studies of diagnoses
-(Obuchowski and Rockette 1995), and Student's t has Satterthwaite's degrees of freedom (as Hillis
-2007).
+Each seed gives a different system, and each draw of test identities a different rate. An interval
+for the effect of a loss has to cover both. With a handful of seeds, drawing them with replacement
+does not: the variance is too small by ``(n - 1) / n`` and its tails are too short. Here the two
+variances are estimated separately, as for readers and cases in studies of diagnoses (Obuchowski and
+Rockette 1995), and Student's t has Satterthwaite's degrees of freedom (as Hillis 2007).
 """
 
 from __future__ import annotations
@@ -96,13 +95,12 @@ def difference_over_runs(
 ) -> Estimate:
     """Mean of a measure over the runs of one loss, minus that of another.
 
-    With runs that are independent, ``Var = s1^2 / n1 + s2^2 / n2 + V``: the variances ``s^2`` over
-    runs, and ``V`` the variance over identities of what the runs of a loss have in common. A
-    variance over runs has in it how identities differ from run to run, so ``V`` is the variance of
-    the mean difference over replicates without that part. Runs that share a seed have the same
-    first weights and order of samples, and are good or bad together: differences of pairs are
-    independent, and ``Var = s^2 / n + V`` with their variance. Where each seed has test identities
-    of its own, ``V`` is zero.
+    With independent runs, ``Var = s1^2 / n1 + s2^2 / n2 + V``: the variances ``s^2`` over runs, and
+    ``V``, the variance over identities that the runs of a loss share. A variance over runs already
+    includes how identities differ from run to run, so ``V`` is the variance of the mean difference
+    over replicates without that part. Runs that share a seed have the same first weights and order
+    of samples, so their results are correlated: differences of pairs are independent, and ``Var =
+    s^2 / n + V`` with their variance. Where each seed has its own test identities, ``V`` is zero.
 
     With one run of a loss, only identities are covered: ``num_runs`` is 1.
 
@@ -135,7 +133,7 @@ def difference_over_runs(
 
 
 def _estimate(sides: Sequence[Runs], num_subjects: int, shares_subjects: bool) -> Estimate:
-    """Of one side, or of the first minus the second."""
+    """Estimate for one side, or for the first minus the second."""
     observed, draws = _checked(sides)
     signs = (1.0, -1.0)[: len(sides)]
     counts = [len(one) for one in observed]

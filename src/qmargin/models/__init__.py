@@ -1,4 +1,4 @@
-"""Backbones: networks that map inputs to embeddings, and know nothing of losses."""
+"""Backbones: networks that map inputs to embeddings, independent of losses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Model directories: weights, card, recipe, run and thresholds.
 
-``backbone.safetensors`` and ``card.json`` are all that is needed to build the network again.
+``backbone.safetensors`` and ``card.json`` suffice to rebuild the network.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _OWN = (  # entries that are not facts
 )  # fmt: skip
 
 INTENDED_USE = (
-    "Comparing two samples of people who know of it and agreed to it, with a threshold measured on "
-    "data like theirs; not for identifying people in public or without their consent"
+    "Comparing two samples of people who know about it and have agreed to it, with a threshold "
+    "measured on similar data; not for identifying people in public or without their consent"
 )
 LIMITS = (
-    "Error rates differ between groups of people and between conditions; those of the data that "
-    "this model was evaluated on say nothing about other data"
+    "Error rates differ between groups of people and between conditions; those on the data that "
+    "this model was evaluated on may not hold for other data"
 )
 
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What is needed to build a model again, and facts for people."""
+    """Everything needed to rebuild a model, and facts to display."""
 
     name: str
     modality: str  # "images" (RGB), "audio" or "arrays" (floats, taken as they are)
@@ -52,7 +52,7 @@ class ModelCard:
     options: dict[str, Any] = field(default_factory=dict, hash=False)  # of the backbone
     weights_sha256: str = ""
     facts: dict[str, str] = field(default_factory=dict, hash=False)  # origin, intended use, limits
-    pixels: str = "-1 to 1"  # a name in PIXELS; written only where it is another
+    pixels: str = "-1 to 1"  # a name in PIXELS; written only if not the default
 
     def __post_init__(self) -> None:
         if self.pixels not in PIXELS:
@@ -79,7 +79,7 @@ class ModelCard:
         return replace(self, facts={**self.facts, **facts})
 
     def to_texts(self) -> dict[str, str]:
-        """The card as texts by name, the form that results and reports carry."""
+        """The card as texts by name, as in results and reports."""
         return {
             "format": FORMAT,
             "name": self.name,
@@ -133,7 +133,7 @@ class ModelCard:
             raise DataError(f"{source} is damaged ({error}); export the model again") from error
         if not isinstance(card.options, dict):
             raise DataError(
-                f"{source} is damaged: backbone_options {options[:60]!r} is no object; "
+                f"{source} is damaged: backbone_options {options[:60]!r} is not an object; "
                 "export the model again"
             )
         return card
@@ -159,9 +159,9 @@ def write_model(
     recipe: str,
     run: str = "",
 ) -> ModelCard:
-    """Make a model directory, which appears whole or not at all, and return its card.
+    """Write a model directory, completely or not at all, and return its card.
 
-    The directory does not exist yet, or is empty. The weights are checked against the backbone of
+    The directory must not exist, or be empty. The weights are checked against the backbone of
     the card, whose ``weights_sha256`` is filled in. An empty ``recipe`` or ``run`` is not written.
     """
     directory = Path(directory)
@@ -207,7 +207,7 @@ def read_card(directory: str | Path) -> ModelCard:
 
 
 def add_facts(directory: str | Path, facts: Mapping[str, str]) -> ModelCard:
-    """Write more facts into a model's card, and return it."""
+    """Add facts to a model's card, and return it."""
     card = read_card(directory).with_facts(facts)
     write_atomically(Path(directory) / CARD, card.to_json())
     return card
@@ -227,7 +227,7 @@ def load_backbone(
         )
     weights = read_safetensors(path)
     _check_weights(card, weights, str(path))
-    with torch.random.fork_rng(devices=[]):  # first values are drawn, and thrown away
+    with torch.random.fork_rng(devices=[]):  # initial values are drawn and discarded
         backbone = _build(card)
     backbone.load_state_dict(weights)
     return backbone.to(device).eval().requires_grad_(False), card
@@ -244,7 +244,7 @@ def _build(card: ModelCard) -> nn.Module:
 
 
 def _check_weights(card: ModelCard, weights: Mapping[str, Tensor], source: str) -> None:
-    """Compare names and shapes with the card's network before any memory is taken for it."""
+    """Compare names and shapes with the card's network before allocating memory."""
     with torch.device("meta"):
         expected = {name: value.shape for name, value in _build(card).state_dict().items()}
     found = {name: value.shape for name, value in weights.items()}

@@ -1,8 +1,8 @@
 """Networks for 112 x 112 face images: IResNet, MobileFaceNet and vision transformers.
 
-The layers, their names and their first values are those of InsightFace, so that a ``state_dict``
-from there loads here. In the transformers, attention is one fused call, and ``mask_ratio`` is the
-share of masked patches, where InsightFace masks a tenth whatever was asked for.
+Layers, names and initial values are those of InsightFace, so that its ``state_dict`` loads here. In
+the transformers, attention is one fused call, and ``mask_ratio`` is the share of masked patches;
+InsightFace always masks a tenth.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def conv_unit(
 
 
 class Bottleneck(nn.Module):
-    """Widen, filter each channel by itself, narrow; the input is added where the size is kept."""
+    """Widen, depthwise convolution, narrow; the input is added if the size is kept."""
 
     def __init__(self, in_channels: int, channels: int, inner: int, *, stride: int = 1) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ NUM_PATCHES = (IMAGE_SIZE // PATCH_SIZE) ** 2  # the last 4 pixels of a line are
 
 
 class DropPath(nn.Module):
-    """In training, leaves a branch out for some samples, and scales it for the others."""
+    """Drop path: in training, zero a branch for some samples and scale it for the others."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class DropPath(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of tokens ``[B, L, D]`` by several heads."""
+    """Multi-head attention of tokens ``[B, L, D]``."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class VisionTransformer(nn.Module):
         *,
         num_heads: int = 8,
         drop_path: float = 0.0,
-        mask_ratio: float = 0.0,  # share of the patches that a training step does not look at
+        mask_ratio: float = 0.0,  # share of the patches that a training step masks
         gradient_checkpointing: bool = False,  # recompute activations in the backward pass
     ) -> None:
         super().__init__()

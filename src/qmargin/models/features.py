@@ -85,26 +85,25 @@ class FilterBank(nn.Module):
     """Log energies in mel-spaced triangles: ``[B, T]`` samples to ``[B, frames, bins]``.
 
     Frames of 25 ms every 10 ms that lie wholly inside the waveform ("snip edges"); each has its
-    mean removed, is pre-emphasised, windowed and zero-padded to a power of two. The result is that
-    of kaldi-native-fbank within 1e-3 for all but about one value in a million, which rounding
-    decides in both. It has no parameters and nothing in its state.
+    mean removed, is pre-emphasised, windowed and zero-padded to a power of two. The result agrees
+    with kaldi-native-fbank within 1e-3, except for about one value in a million, which depends on
+    rounding in both. It has no parameters and no state.
 
     Arithmetic is in float32 (float64 for such waveforms), whatever autocast says. In exported
     graphs, framing and the Fourier transform are one convolution.
 
     Args:
-        sample_rate: Of the waveforms, in Hz.
-        num_bins: Triangles.
+        sample_rate: Sample rate of the waveforms, in Hz. num_bins: Number of triangles.
         window: ``"hamming"``, ``"povey"``, ``"hann"`` or ``"rectangular"``.
         dither: Standard deviation of noise added to each sample, in steps of 16-bit audio, in
-            training mode only. It is drawn from torch's generator; to have it depend on the sample
-            alone, let the dataset add it and leave this at zero.
+            training mode only. It is drawn from torch's generator; for noise that depends on the
+            sample only, let the dataset add it and leave this at zero.
         frame_ms: Length of a frame.
         shift_ms: Distance of frames.
-        preemphasis: Share of the previous sample that is taken off.
+        preemphasis: Share of the previous sample that is subtracted.
         low_hz: Lower edge of the first triangle.
         high_hz: Upper edge of the last; zero or below counts from half the sample rate.
-        subtract_mean: Take each bin's mean over the frames off, as most speaker recipes do.
+        subtract_mean: Subtract each bin's mean over the frames, as most speaker recipes do.
 
     Examples:
         >>> bank = FilterBank(num_bins=80)
@@ -190,7 +189,7 @@ class FilterBank(nn.Module):
             return refuse(waveforms, f"{found}; give floating [B, T] in [-1, 1]")
         if waveforms.shape[1] < self.frame_length:
             found = f"waveforms have shape {SHAPE} and a frame has {self.frame_length} samples"
-            return refuse(waveforms, f"{found}; leave out or tile what is shorter")
+            return refuse(waveforms, f"{found}; leave out or tile shorter waveforms")
         if self.window.dtype not in (torch.float32, torch.float64):
             found = f"the filter bank was cast to {self.window.dtype}"
             remedy = "keep it in float32, or the logarithms lose their digits"

@@ -1,4 +1,4 @@
-"""What networks share: checks, layers in full precision, recomputed activations.
+"""Shared parts of networks: checks, layers in full precision, recomputed activations.
 
 All of it can be traced: ``torch.compile(backbone, fullgraph=True)`` makes one graph.
 """
@@ -35,7 +35,7 @@ _ERRORS: dict[str, type[ShapeError | ConfigError]] = {"shape": ShapeError, "conf
 
 
 def refuse(inputs: Tensor, message: str, kind: Literal["shape", "config"] = "shape") -> Tensor:
-    """Raise a ``ShapeError`` or a ``ConfigError``, where a graph is compiled not before it runs.
+    """Raise a ``ShapeError`` or a ``ConfigError``; a compiled graph raises it when it runs.
 
     The compiler would replace an error that is raised while it traces by one of its own. So the
     caller returns the tensor that comes back, which makes a graph that does nothing but raise.
@@ -70,7 +70,7 @@ def is_exporting() -> bool:
 
 def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Switch autocast off; some devices, such as meta, have none to switch off."""
-    # What is compiled for has autocast, and the question itself breaks the graph before torch 2.12.
+    # Compiled code has autocast, and the check itself breaks the graph before torch 2.12.
     is_known = device_type != "meta" and torch.compiler.is_compiling()
     if is_known or torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)

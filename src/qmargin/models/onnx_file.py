@@ -34,10 +34,10 @@ def write_onnx(
 ) -> tuple[float, dict[str, str]]:
     """Write a backbone as ONNX: ``inputs [batch, ...]`` to ``embeddings [batch, d]``, float32.
 
-    The file is kept only if onnxruntime gives what PyTorch gives, for batches of other sizes than
-    the traced one. Embeddings are compared at unit length, which is how they are scored. With
-    ``lengths``, inputs are ``[batch, length, *input_shape]``: the first length is traced, the
-    others are compared. Returns the largest difference and entries of a model card.
+    The file is kept only if onnxruntime and PyTorch agree, also for batch sizes that were not
+    traced. Embeddings are compared at unit length, as in scoring. With ``lengths``, inputs are
+    ``[batch, length, *input_shape]``: the first length is traced, the others are compared. Returns
+    the largest difference and entries of a model card.
     """
     check_packages()
     if backbone.training:
@@ -110,8 +110,8 @@ def _export(
         except (RuntimeError, torch.onnx.errors.OnnxExporterError) as error:
             first_line = str(error).strip().splitlines()[0]
             raise BackendError(
-                f"the network cannot be exported to ONNX ({first_line}); use one that takes no "
-                "decisions by the values of its inputs"
+                f"the network cannot be exported to ONNX ({first_line}); use one without "
+                "control flow that depends on the values of its inputs"
             ) from error
         _forget_sources(program.model)
         program.model.metadata_props.update(metadata)

@@ -9,7 +9,7 @@ from qmargin.errors import ConfigError
 from qmargin.models.layers import SHAPE, check_sizes, refuse
 from qmargin.registry import register_backbone
 
-CELLS = 4  # of the last map, each way: where a stroke is matters as much as what it is
+CELLS = 4  # side of the last map: the place of a stroke matters as much as its form
 CHANNELS_PER_GROUP = 16
 
 
@@ -69,7 +69,7 @@ class SmallConv(nn.Module):
 
 
 class DrawingNet(nn.Module):
-    """What networks for drawings share: layers to maps, maps of 4 x 4 cells to embeddings."""
+    """Base of networks for drawings: layers to maps, maps of 4 x 4 cells to embeddings."""
 
     def __init__(
         self, embedding_dim: int, in_channels: int, layers: nn.Sequential, channels: int, norm: bool
@@ -95,8 +95,8 @@ class StrokeNet(DrawingNet):
     """Images of any size to embeddings ``[B, d]``: three halvings, each with residual blocks.
 
     Norms are over one sample and activations are smooth, so that embeddings of a new network
-    resemble one another. Softmax soon tells them apart, but a sparse loss looks at nearly the same
-    few classes for every sample and learns little: with thousands of classes, set ``batch_norm``.
+    resemble one another. Softmax soon separates them, but a sparse loss weighs nearly the same few
+    classes for every sample and learns little: with thousands of classes, set ``batch_norm``.
     """
 
     def __init__(

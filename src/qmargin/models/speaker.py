@@ -1,8 +1,7 @@
-"""Networks for speech: residual networks, ECAPA-TDNN and CAM++, and what they share.
+"""Networks for speech: residual networks, ECAPA-TDNN and CAM++, and their shared layers.
 
-The layers, their names and their first values are those of WeSpeaker (CAM++: and 3D-Speaker), so
-that a ``state_dict`` from there loads here. Convolutions follow autocast; pooling and projection
-never do.
+Layers, names and initial values are those of WeSpeaker (for CAM++ also 3D-Speaker), so that its
+``state_dict`` loads here. Convolutions follow autocast; pooling and projection never do.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from qmargin.models.layers import SHAPE, check_sizes, no_autocast, refuse
 from qmargin.registry import register_backbone
 
 LEAST_FRAMES = 9  # three halvings leave two frames, the fewest that have a deviation
-LEAST_VARIANCE = 1e-7  # keeps the slope of the square root finite where nothing moves
+LEAST_VARIANCE = 1e-7  # keeps the slope of the square root finite for constant channels
 
 
 class SpeakerInput(nn.Module):
     """Waveforms or filter banks to frames ``[B, num_bins, T]``; it has no state.
 
-    Of waveforms ``[B, samples]`` in [-1, 1] at 16 kHz it computes the filter banks and subtracts
-    their mean over time. Filter banks ``[B, T, num_bins]`` are taken as they are: subtract the mean
+    From waveforms ``[B, samples]`` in [-1, 1] at 16 kHz it computes filter banks and subtracts
+    their mean over time. Filter banks ``[B, T, num_bins]`` are used unchanged: subtract the mean
     before. ``dither`` is noise on waveforms in training, in steps of 16-bit audio.
     """
 
@@ -179,8 +178,8 @@ class SpeakerResNet(nn.Module):
     """ResNet: filter banks ``[B, T, num_bins]``, or waveforms, to embeddings ``[B, d]``.
 
     ``embedding_norm`` is a batch norm without weights after the last layer, as in CAM++. The
-    published networks have none: statistics are positive, so that embeddings begin in one
-    direction, which a short run does not overcome.
+    published networks have none: statistics are positive, so embeddings of a new network share a
+    direction, which a short run does not remove.
     """
 
     def __init__(
@@ -243,7 +242,7 @@ for _depth, _blocks, _number in (
     register_backbone(f"speaker_resnet{_depth}", _maker)
 
 
-NUM_SCALES = 8  # groups of channels of a block, each seeing further than the one before
+NUM_SCALES = 8  # groups of channels of a block, with growing receptive fields
 MIXED = 1536  # channels that are pooled in the published networks
 SQUEEZED = 128  # channels that decide how much each channel counts
 
@@ -276,7 +275,7 @@ class ScaledConvolution(nn.Module):
 
 
 class ChannelGate(nn.Module):
-    """Every channel times a number in (0, 1) that follows from the means of all channels."""
+    """Squeeze-and-excitation: scale each channel by a number in (0, 1) from all channels' means."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -289,7 +288,7 @@ class ChannelGate(nn.Module):
 
 
 class EcapaBlock(nn.Module):
-    """Residual block: mix channels, look along time at several scales, mix, gate."""
+    """Residual block: mix channels, convolve in time at several scales, mix, gate."""
 
     def __init__(self, channels: int, dilation: int) -> None:
         super().__init__()
@@ -412,7 +411,7 @@ def dense_layer(in_channels: int, dilation: int) -> nn.Sequential:
 
 
 class DenseBlock(nn.Module):
-    """Layers that each see the input and what every layer before added."""
+    """Densely connected layers: each sees the input and the outputs of all earlier layers."""
 
     def __init__(self, in_channels: int, num_layers: int, dilation: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Weights of other packages' checkpoints: read without running their code, and given our names.
+"""Weights of other packages' checkpoints, read without running code, in this package's names.
 
-Read are safetensors files and PyTorch checkpoints that hold tensors and plain containers. Known are
+It reads safetensors files and PyTorch checkpoints of tensors and plain containers, and knows
 
 - the names of this package, which are those of InsightFace's IResNet, MobileFaceNet and ViT;
 - those of the IR networks of AdaFace (``input_layer``, ``body``, ``output_layer``), for an IResNet
@@ -38,15 +38,15 @@ _SHOWN = 3
 
 
 def load_weights_(backbone: nn.Module, path: str | Path) -> None:
-    """Put the weights of a file into a backbone of its structure; all of them must fit.
+    """Load the weights of a file into a backbone of its structure; all of them must fit.
 
-    After a ``DataError`` the backbone is as it was.
+    After a ``DataError`` the backbone is unchanged.
     """
     found = read_weights(path)
     if any(name.startswith("body.") for name in found):
         found = _from_adaface(found)
     _check_fit(backbone, found, path)
-    backbone.load_state_dict(found, strict=False)  # absent are counters of batches at most
+    backbone.load_state_dict(found, strict=False)  # only counters of batches may be missing
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise DataError(f"{path} is not a safetensors file ({error}); get it anew") from error
+        raise DataError(f"{path} is not a safetensors file ({error}); download it again") from error
 
 
 def _read_torch(path: Path) -> Any:
@@ -83,7 +83,7 @@ def _read_torch(path: Path) -> Any:
         content = path if is_zip else io.BytesIO(file.read())
     try:
         return torch.load(content, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle can fail in any way
+    except Exception as error:  # a damaged pickle can raise any error
         reason = str(error).split("\n")[0]
         raise DataError(
             f"{path} is damaged, or holds more than tensors, and is not opened ({reason}); save "
@@ -156,14 +156,14 @@ def _from_adaface(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check_fit(backbone: nn.Module, found: Mapping[str, Tensor], path: str | Path) -> None:
-    """Refuse weights that are missing, too many or of another shape, naming some of each."""
+    """Refuse missing, unknown and misshapen weights, naming some of each."""
     own = backbone.state_dict()
     faults = {
         "missing": [
             name for name in own if name not in found and not name.endswith("num_batches_tracked")
         ],
         "unknown": [name for name in found if name not in own],
-        "of another shape": [
+        "of a different shape": [
             f"{name} {list(found[name].shape)} instead of {list(own[name].shape)}"
             for name in own
             if name in found and found[name].shape != own[name].shape

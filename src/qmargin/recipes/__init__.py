@@ -1,4 +1,4 @@
-"""Complete runs, as functions that return a ``Recipe``."""
+"""Recipes of complete runs, as functions that return a ``Recipe``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def group_recipes(described: Mapping[str, str]) -> dict[str, dict[str, str]]:
 def add_recipe(
     found: dict[str, Builder], name: str, line: str, build: Builder, settings: Sequence[str]
 ) -> None:
-    """Register what ``build`` returns, with other settings; ``line`` describes it in lists."""
+    """Register a variant of the recipe of ``build``; ``line`` describes it in lists."""
 
     def made() -> Recipe:
         from qmargin.training.recipe_files import apply_settings

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 def debug() -> Recipe:
     """Synthetic identities and a small network: Q-Margin end to end on a CPU in a minute.
 
-    Everything a large run has is in it, small: a warm-up and steps of the learning rate, a head
-    that chooses its path, its exact update, checkpoints within the epoch. No sample depends on
-    another, so that any number of ranks has the same loss curve to rounding.
+    It has all parts of a large run in small: a warm-up and steps of the learning rate, a head that
+    chooses its path, its exact update, checkpoints within the epoch. Samples do not depend on each
+    other, so any number of ranks has the same loss curve, up to rounding.
     """
-    from qmargin.training import recipe  # a list of recipes need not wait for torch
+    from qmargin.training import recipe  # listing recipes does not import torch
 
     return recipe.Recipe(
         name="debug",

@@ -1,10 +1,10 @@
 """Face runs: every row of the paper's face tables, and the same recipe on other data.
 
-What the paper does not say is taken from InsightFace, which it was built on: half precision for the
-convolutions, the gradient of the backbone clipped at 5. Two things differ on purpose: the gradient
-of an angular margin is exact (``..._straight_through`` is InsightFace's), and the posterior is
-solved over all classes (``..._top5`` is the paper's own procedure). The paper does not name its
-three seeds; here they are 0, 1 and 2.
+Settings that the paper does not give are those of InsightFace, on which it is based: half precision
+for the convolutions, the gradient of the backbone clipped at 5. Two things differ on purpose: the
+gradient of an angular margin is exact (``..._straight_through`` is InsightFace's), and the
+posterior is solved over all classes (``..._top5`` is the paper's own procedure). The paper does not
+name its three seeds; here they are 0, 1 and 2.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMALL = (  # thousands of photos instead of millions: darker, lighter and coarse
     "precision.dtype=fp32",
     "run.save_every_steps=500",
 )
-SYNTHETIC = (  # as many identities as WebFace42M without its images: for speed and memory
+SYNTHETIC = (  # the number of identities of WebFace42M without its images: for speed and memory
     ONE_GPU,
     "data.kind=synthetic",
     "data.path=null",
@@ -49,7 +49,7 @@ SYNTHETIC = (  # as many identities as WebFace42M without its images: for speed 
 
 
 class Images(NamedTuple):
-    """A training set: how it is called, and how many identities it has, if that is known."""
+    """A training set: its title, and its number of identities if known."""
 
     title: str
     num_classes: int | None
@@ -66,7 +66,7 @@ IMAGES = {
 ARCFACE = Loss("ArcFace", "arcface", 64.0, 0.5)
 COSFACE = Loss("CosFace", "cosface", 64.0, 0.5)
 Q_MARGIN = Loss("Q-Margin", "q_margin", 35.0, 0.2, 1.25)  # the paper's best
-Q_MARGIN_START = Q_MARGIN._replace(scale=32.0)  # where the paper advises to start
+Q_MARGIN_START = Q_MARGIN._replace(scale=32.0)  # the paper's starting point
 HEADLINES = {  # the table that compares methods
     "arcface": ARCFACE,
     "cosface": COSFACE,
@@ -92,7 +92,7 @@ FACE_RECIPES: dict[str, Builder] = {}
 
 def _recipe(images: str, backbone: str, loss: Loss) -> Recipe:
     """The paper's run on 8 GPUs; learning rates scale with the batch."""
-    from qmargin.training import recipe  # a list of recipes need not wait for torch
+    from qmargin.training import recipe  # listing recipes does not import torch
 
     return recipe.Recipe(
         name="face",

@@ -1,10 +1,10 @@
 """Speaker runs: every row of the paper's speaker table, and the same recipe for other networks.
 
-What the paper leaves to the toolkit it was built on, WeSpeaker, is as there: Nesterov's momentum,
-chunks of 2.015 s, three speeds with speakers of their own (17,982 classes), noise or reverberation
-for 6 of 10 samples, decay that begins under the warm-up, and an average of the checkpoints of the
-last 10 epochs. Its factor on the learning rate is written out: ``base_batch`` is 64, so that the
-peak is 0.8 times what the decay has left of it.
+Settings that the paper does not give are those of WeSpeaker, on which it is based: Nesterov's
+momentum, chunks of 2.015 s, three speeds with speakers of their own (17,982 classes), noise or
+reverberation for 6 of 10 samples, decay that begins under the warm-up, and an average of the
+checkpoints of the last 10 epochs. Its factor on the learning rate is written out: ``base_batch`` is
+64, so that the peak is 0.8 times what the decay has left of it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ LARGE_MARGIN = (  # WeSpeaker's fine-tuning: longer chunks, a larger margin from
 
 
 class Network(NamedTuple):
-    """A backbone as it is usually trained."""
+    """A backbone with its usual settings."""
 
     title: str
     backbone: str
@@ -102,7 +102,7 @@ SPEAKER_RECIPES: dict[str, Builder] = {}
 
 def _recipe(network: str, loss: Loss, batch_size: int) -> Recipe:
     """The paper's run on VoxCeleb2."""
-    from qmargin.training import recipe  # a list of recipes need not wait for torch
+    from qmargin.training import recipe  # listing recipes does not import torch
 
     return recipe.Recipe(
         name="speaker",

@@ -1,8 +1,8 @@
 """Runs for a laptop: a folder per identity, a small network, minutes on a CPU.
 
-AdamW with a larger rate for the prototypes, as in the demo: a few hundred steps of it need no
-learning rate of your own. The scales are far below those for millions of identities: with few
-classes, the paper's scales look at the nearest one or two of them alone.
+AdamW with a larger rate for the prototypes, as in the demo: the learning rate needs no tuning for a
+few hundred steps. The scales are far smaller than for millions of identities: with few classes, the
+paper's scales weigh only the nearest one or two classes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LR_RATIO = 20.0  # of prototypes to network, as in the demo
 def faces_tiny() -> Recipe:
     """Your folder of face pictures: a small network, minutes on a CPU.
 
-    For about 100 to 1,000 people with 5 pictures or more each, which are brought to 64 x 64.
+    For about 100 to 1,000 people with at least 5 pictures each, which are scaled to 64 x 64.
     """
-    from qmargin.training import recipe  # a list of recipes need not wait for torch
+    from qmargin.training import recipe  # listing recipes does not import torch
 
     return recipe.Recipe(
         name="faces_tiny",
@@ -51,9 +51,9 @@ def faces_tiny() -> Recipe:
 def speakers_tiny() -> Recipe:
     """Your folder of recordings: a small network, minutes on a CPU.
 
-    For about 50 to 500 speakers with 5 recordings or more each; steps see 2 seconds of one.
+    For about 50 to 500 speakers with at least 5 recordings each; a step uses 2 seconds of each.
     """
-    from qmargin.training import recipe  # a list of recipes need not wait for torch
+    from qmargin.training import recipe  # listing recipes does not import torch
 
     return recipe.Recipe(
         name="speakers_tiny",

@@ -45,7 +45,7 @@ SETTINGS: Any = {
 
 
 def has_matplotlib() -> bool:
-    """Whether figures can be drawn at all."""
+    """Whether figures can be drawn."""
     return find_spec("matplotlib") is not None
 
 
@@ -60,7 +60,7 @@ def figure_style() -> Iterator[None]:
 
 
 def draw_figures(panels: Sequence[Panel], media: MediaFolder | None) -> dict[str, bytes]:
-    """Files of what the results allow to draw, by name."""
+    """All figures that the results allow, by file name."""
     files: dict[str, bytes] = {}
     with figure_style():
         for index, panel in enumerate(panels):
@@ -121,7 +121,7 @@ def _dot(axes: Any, entry: Entry, x: float, y: float, *, is_hollow: bool) -> Non
 
 
 def sensitivity_plot(panel: Panel) -> Figure | None:
-    """TAR over scale, a line for each divergence and margin; None without runs that tell them."""
+    """TAR over scale, a line for each divergence and margin; None if runs are unknown."""
     far = panel.headline_far
     lines: dict[str, list[LinePoint]] = {}
     for entry in panel.entries:
@@ -157,7 +157,7 @@ def identities_plot(panel: Panel) -> Figure | None:
 
 
 def time_plot(panel: Panel) -> Figure | None:
-    """TAR over training seconds, a line for each run; None without runs measured meanwhile."""
+    """TAR over training seconds, a line for each run; None without runs measured in training."""
     far = panel.headline_far
     lines: dict[str, list[LinePoint]] = {}
     for entry in panel.entries if far is not None else ():
@@ -179,7 +179,7 @@ def lines_plot(
 ) -> Figure:
     """Lines by what they are drawn over, side by side with a common height and legend.
 
-    ``beyond`` has, by panel, the number from which on the ground is shaded.
+    ``beyond`` has, by panel, the number from which on the background is shaded.
     """
     figure, grid = _blank(2.2 + 3.4 * len(panels), 3.6, columns=len(panels))
     cells = list(grid.flat) if len(panels) > 1 else [grid]
@@ -317,12 +317,12 @@ def _legend(axes: Any, entries: Sequence[Entry]) -> None:
 
 
 def _short(name: str) -> str:
-    """A name that leaves room for the drawing."""
+    """A name, shortened to leave space for the drawing."""
     return cleaned(name, LONGEST_LABEL)
 
 
 def _plain_text(texts: Sequence[Any]) -> None:
-    """Dollars in a name are dollars."""
+    """Escape dollar signs in a name."""
     for text in texts:
         text.set_parse_math(False)
 

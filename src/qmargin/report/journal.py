@@ -35,11 +35,11 @@ class Journal:
 def read_journal(path: str | Path) -> Journal:
     """Read ``journal.jsonl``: an object per line with ``step`` and the support's mean and maximum.
 
-    ``OUTCOMES`` and ``reach`` are read where they are there.
+    ``OUTCOMES`` and ``reach`` are optional.
 
-    Lines without a support size are passed over, and so is a last line without its end, which a
-    stopped run leaves behind; any other line that is not JSON is an error. Of long runs, means are
-    averaged and maxima kept within equal runs of steps, so that no peak is lost.
+    Lines without a support size are skipped, as is an incomplete last line, which a stopped run
+    leaves; any other line that is not JSON is an error. Long runs are divided into equal spans of
+    steps, with the average of means and the maximum of maxima, so that no peak is lost.
     """
     path = Path(path)
     lines = path.read_bytes().split(b"\n")

@@ -1,4 +1,4 @@
-"""Images and recordings of trials, small enough to travel inside the page."""
+"""Images and recordings of trials, small enough for the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IMAGE_SIDE = 160  # pixels of the longer side
 LONGEST_AUDIO = 5.0  # seconds of a WAV file that are kept
 MOST_FILE_BYTES = 2_000_000  # of a recording that cannot be cut
 MOST_BYTES = 32_000_000  # of all media in a page
-MOST_PIXELS = 50_000_000  # of an image that is opened at all
+MOST_PIXELS = 50_000_000  # of the largest image that is opened
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm")
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3")
 _IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM")
@@ -25,7 +25,7 @@ _AUDIO_TYPES = {b"RIFF": "wav", b"fLaC": "flac", b"OggS": "ogg", b"ID3": "mpeg",
 
 @dataclass(frozen=True)
 class Medium:
-    """A file for the page; empty where ``problem`` says why it is not shown."""
+    """A file for the page; if empty, ``problem`` is the reason."""
 
     kind: str = "none"  # or image, audio
     uri: str = ""
@@ -44,7 +44,7 @@ def _medium(kind: str, subtype: str, content: bytes) -> Medium:
 
 @dataclass
 class MediaFolder:
-    """Media under one folder, named by the keys of trials; nothing outside it is ever read."""
+    """Media in one folder, named by the keys of trials; nothing outside is read."""
 
     root: Path
     _spent: int = 0
@@ -59,7 +59,7 @@ class MediaFolder:
         """The medium of a key for the page, as long as the page is not too large."""
         found = self.medium(key)
         if self._spent + len(found.uri) > MOST_BYTES:
-            return Medium(problem="left out, the page is large enough")
+            return Medium(problem="left out, the page has reached its limit")
         self._spent += len(found.uri)
         return found
 

@@ -1,4 +1,4 @@
-"""How numbers and names are written, on the page and in the tables."""
+"""Formats of numbers and names, for the page and the tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MISSING = "-"
 MINUS, DASH = "\u2212", "\u2013"
 _MOST_DIGITS = 17  # tell any two numbers apart
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-count = "{:,}".format  # a count with its thousands marked
+count = "{:,}".format  # a count with separated thousands
 
 
 def cleaned(text: str, longest: int = LONGEST_NAME) -> str:
@@ -82,7 +82,7 @@ def digits_to_differ(values: Iterable[float | None], least: int = 4, *, form: st
 
 
 def rate_text(value: float) -> str:
-    """A rate in per cent with three significant digits: the one notation of reports.
+    """A rate in per cent with three significant digits, as in all reports.
 
     Examples:
         >>> rate_text(0.05), rate_text(0.932), rate_text(1e-4), rate_text(1e-7), rate_text(0.0)
@@ -105,7 +105,7 @@ def one_in(value: float, size: int, whom: str) -> str:
 
 
 def out_of(value: float, whom: str) -> str:
-    """A rate in plain words, of 100 or as many more as it takes to have one.
+    """A rate in plain words: out of 100, or of a larger round number for small rates.
 
     Examples:
         >>> out_of(0.538, "genuine attempts"), out_of(0.0038, "genuine attempts")

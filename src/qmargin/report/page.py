@@ -1,7 +1,7 @@
-"""One self-contained page: everything inline, nothing fetched, only its own script may run.
+"""One self-contained page: everything is inline, and only its own script may run.
 
-Jinja2 templates in ``templates/`` hold the markup and escape every text; this module decides what
-they show.
+Jinja2 templates in ``templates/`` hold the markup and escape every text; this module prepares their
+content.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _environment() -> Environment:
     """Templates that escape every text and print no control characters."""
 
     def printable(value: Any) -> Any:
-        """Clean every text that is not markup; it may come from a file of others."""
+        """Clean every text that is not markup; it may come from untrusted files."""
         is_text = isinstance(value, str) and not isinstance(value, Markup)
         return cleaned(value, LONGEST_TEXT) if is_text else value
 
@@ -164,7 +164,7 @@ def _environment() -> Environment:
 
 
 def _policy(style: str, script: str) -> str:
-    """Nothing may be fetched; only this style and this script count, known by their hashes."""
+    """Content security policy: nothing is fetched; style and script are allowed by hash."""
     style, script = (
         base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
         for text in (style, script)
@@ -180,17 +180,17 @@ def _policy(style: str, script: str) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which system leads, by what number, and whether the data can carry it."""
+    """The leading system, its numbers, and whether the data suffice to show it."""
 
     title: str
     protocol: ProtocolInfo
     leader: str
     value: str
     far: float | None
-    words: str  # what the number means, for people who know no rates
+    words: str  # what the number means, in plain words
     facts: Sequence[tuple[str, str]] = ()
     caution: str = ""  # why the number is rough
-    tied: Sequence[str] = ()  # the leader and all that are not behind it by more than chance
+    tied: Sequence[str] = ()  # the leader and all systems whose difference to it may be chance
     num_unknown: int = 0  # systems that cannot be compared with the leader
     rival: str = ""
     lead: str = ""
@@ -211,7 +211,7 @@ Rivals = Mapping[str, PairedDifference]  # the leader minus each of the others
 def _verdict(
     panel: Panel, differences: Sequence[PairedDifference], repeats: Sequence[Repeats]
 ) -> Verdict:
-    """Of single results."""
+    """Verdict on single results."""
     leader, far = panel.leader(), panel.headline_far
     protocol, point, eer = leader.result.protocol, leader.point_at(far), leader.result.measures.eer
     start = (panel.title, protocol, leader.label)
@@ -245,7 +245,7 @@ def _verdict(
 
 
 def _mean_verdict(repeats: Repeats) -> Verdict:
-    """Of means over runs."""
+    """Verdict on means over runs."""
     far = repeats.headline_far
     leader, *others = repeats.ranked(far)
     values, mean_eer = repeats.values(leader, far), statistics.fmean(repeats.values(leader, None))
@@ -291,7 +291,7 @@ def _caution(entries: Sequence[Entry], far: float | None) -> str:
     fewest = min((point.false_accepts for point in points), default=ENOUGH_FALSE_ACCEPTS)
     if fewest >= ENOUGH_FALSE_ACCEPTS:
         return ""
-    return f"rests on {fewest} false accept{'s' * (fewest != 1)}, {ENOUGH_FALSE_ACCEPTS} are needed"
+    return f"rests on {fewest} false accept{'s' * (fewest != 1)}; {ENOUGH_FALSE_ACCEPTS} are needed"
 
 
 def _interval_fact(ends: tuple[float, float] | None, how: str) -> tuple[str, str]:
@@ -301,7 +301,7 @@ def _interval_fact(ends: tuple[float, float] | None, how: str) -> tuple[str, str
 
 
 def _with_rivals(verdict: Verdict, rivals: Rivals, num_others: int) -> Verdict:
-    """Add what is known of the others: differences, intervals, p-values, who is behind."""
+    """Add the comparison with the others: differences, intervals, p-values, order."""
     verdict = replace(verdict, num_unknown=num_others - len(rivals))
     if rivals:
         rival = min(rivals, key=lambda name: abs(rivals[name].difference))
@@ -318,12 +318,12 @@ def _steps(verdict: Verdict, rivals: Rivals) -> tuple[str, ...]:
         steps.append(
             f"Test more impostor pairs: {ENOUGH_FALSE_ACCEPTS} false accepts at FAR "
             f"{rate_text(verdict.far)} need {math.ceil(ENOUGH_FALSE_ACCEPTS / verdict.far):,} "
-            f"pairs, and there are {protocol.num_impostors:,}."
+            f"pairs; there are {protocol.num_impostors:,}."
         )
     if verdict.num_unknown:
         steps.append(
-            "Evaluate all systems on the same trials with --replicates: without paired replicates "
-            "chance cannot be excluded as the cause of a difference."
+            "Evaluate all systems on the same trials with --replicates: without paired replicates, "
+            "a difference may be chance."
         )
     if verdict.is_tie:
         made = rivals[verdict.tied[1]]
@@ -333,7 +333,7 @@ def _steps(verdict: Verdict, rivals: Rivals) -> tuple[str, ...]:
         if made.run_share is not None and made.run_share > 0.5:
             more, much = (
                 f"train with more seeds (now {verdict.num_seeds})",
-                f"{100 * made.run_share:.0f} % of its variance come from training",
+                f"{100 * made.run_share:.0f} % of its variance comes from training",
             )
         steps.append(
             f"To break the tie, {more}: the interval of the difference to {verdict.tied[1]} is "
@@ -341,7 +341,7 @@ def _steps(verdict: Verdict, rivals: Rivals) -> tuple[str, ...]:
         )
     elif rivals and not verdict.num_unknown:
         steps.append(
-            f"Check the lead of {verdict.leader} on data of your own, with settings chosen there."
+            f"Check the lead of {verdict.leader} on your own data, with settings chosen there."
         )
     if rivals and verdict.num_seeds == 1:
         steps.append(
@@ -388,7 +388,7 @@ def _shown(
 
 
 def _examples(pairs: Sequence[HardPair]) -> list[HardPair]:
-    """A few pairs, of folders that no earlier one has: those of an identity look alike."""
+    """A few pairs from different folders, because those of an identity look alike."""
     seen: set[str] = set()
     new: list[HardPair] = []
     others: list[HardPair] = []
@@ -450,7 +450,7 @@ def _scores(panel: Panel) -> list[tuple[Entry, Any]]:
 
 
 def _cost(panel: Panel) -> dict[str, Any] | None:
-    """Time and memory of the training, and TAR over time of runs that were measured meanwhile."""
+    """Time and memory of training, and TAR over time of runs that were measured in training."""
     table, far = tables.cost_table(panel.entries), panel.headline_far
     systems: dict[str, list[Entry]] = {}
     for entry in panel.entries:
@@ -534,7 +534,7 @@ def _sparsity(journals: Sequence[Journal]) -> dict[str, Any]:
         rows.append((journal.name, number(means[-1] if means else None), largest, *shown))
     titles = ("Active at the end", "Largest of all steps", "Satisfied", "Target posterior", "Gap")
     heads = (Column("Run", "left"), *map(Column, (*titles, "Reach")))
-    # of journals of other programs, which have none of these
+    # journals of other programs have none of these
     kept = [i for i in range(len(heads)) if i < 3 or any(row[i] != MISSING for row in rows)]
     names = [journal.name for journal in journals]
     return {

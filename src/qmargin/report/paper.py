@@ -71,7 +71,7 @@ class Measured(NamedTuple):
 
     @property
     def fars(self) -> set[float]:
-        """FARs that were asked for."""
+        """Requested FARs."""
         return {point.far_target for result in self.results for point in result.measures.tar}
 
 
@@ -136,7 +136,7 @@ def measured_in(paths: Iterable[Path]) -> list[Measured]:
 
 
 def notes_on(found: Sequence[Measured]) -> list[str]:
-    """What the numbers measured here rest on, in sentences."""
+    """Sentences about the data behind the numbers measured here."""
 
     def span(counts: Iterable[int]) -> str:
         low, high = min(known := list(counts)), max(known)

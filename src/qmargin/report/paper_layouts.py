@@ -1,4 +1,4 @@
-"""The paper's tables as it prints them: settings, numbers and columns."""
+"""The paper's tables as printed: settings, numbers and columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Setting(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The numbers in a few signs, such as ``s=64, m=0.5``."""
+        """The numbers in short form, such as ``s=64, m=0.5``."""
         order = "" if self.alpha == 1.0 else f"\u03b1={self.alpha:g}, "
         return f"{order}s={self.scale:g}, m={self.margin:g}"
 

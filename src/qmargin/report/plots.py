@@ -159,7 +159,7 @@ class DetGeometry:
     diagonal: tuple[Place, Place] | None
     curves: list[DetCurve]
     stops: list[Tick]  # of the read-out
-    start: int  # the stop where it begins
+    start: int  # the first stop
 
     @property
     def data(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ DET_BOX = Box(left=74.0, right=624.0, top=32.0, bottom=542.0)
 
 
 def det_geometry(panel: Panel) -> DetGeometry:
-    """Axes that show everything from one false accept to beyond the equal error rate."""
+    """Axes from one false accept to beyond the equal error rate."""
     points = [curve_points(entry) for entry in panel.entries]
     sizes = sorted({entry.result.protocol.num_impostors for entry in panel.entries})
     eer = max(entry.result.measures.eer.value for entry in panel.entries)

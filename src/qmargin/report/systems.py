@@ -37,14 +37,14 @@ from qmargin.report.numbers import MINUS, MISSING, cleaned, number, spread_digit
 
 MOST_PAIRS = 15  # beyond, only pairs with the first system or the leader
 SIGNIFICANT = 0.05
-POWER = 0.8  # with which the detectable difference would have been shown
+POWER = 0.8  # of the detectable difference
 
 
 @dataclass(frozen=True)
 class Primary:
     """The comparison that is fixed before any test result is seen: an arm minus its first rival.
 
-    Its p-value stands alone; those of all other comparisons are corrected together.
+    Its p-value is not corrected; those of all other comparisons are corrected together.
     """
 
     focus: str  # an arm
@@ -61,7 +61,7 @@ class Entry:
     colour: int
 
     def point_at(self, far: float | None) -> TarPoint | None:
-        """The operating point at this target, None if it was not asked for."""
+        """The operating point at this target; None if it was not requested."""
         return next((p for p in self.result.measures.tar if p.far_target == far), None)
 
     def observed(self, far: float | None) -> float | None:
@@ -73,7 +73,7 @@ class Entry:
 
     @cached_property
     def score_digits(self) -> int:
-        """Digits after the point that the spread of the scores asks for."""
+        """Digits after the point for the spread of the scores."""
         return spread_digits(self.result.histogram.edges, 0, 9) + 3
 
     def score_text(self, score: float | None, digits: int | None = None) -> str:
@@ -83,7 +83,7 @@ class Entry:
         return f"{score:.{digits or self.score_digits}f}".replace("-", MINUS)
 
     def progress(self, far: float | None) -> list[tuple[float, float]]:
-        """Training seconds and TAR at a FAR, or EER, while the run was trained."""
+        """Training seconds and TAR at a FAR, or EER, measured during training."""
         run = self.result.run
         points = () if run is None else run.progress
         known = [(p, p.eer if far is None else p.tar.get(far_key(far))) for p in points]
@@ -105,7 +105,7 @@ def _fars(entries: Iterable[Entry]) -> tuple[float, ...]:
 
 
 def _headline_far(entries: Sequence[Entry], primary: Primary | None = None) -> float | None:
-    """The FAR of the primary comparison where all measured it, or the strictest that all did.
+    """The FAR of the primary comparison if all results have it, or the strictest common one.
 
     One with enough false accepts is preferred to a stricter one.
     """
@@ -174,7 +174,7 @@ def load_panels(
 
 
 def _checked(result: Result, path: str | Path) -> Result:
-    """Refuse what cannot be drawn: a result may have been edited, or made by another program."""
+    """Refuse values that cannot be drawn: a result may be edited or from another program."""
     det, histogram, points = result.det, result.histogram, result.measures.tar
     rates = [*det.far, *det.frr, result.measures.eer.value]
     rates += [point.tar for point in points if point.tar is not None]
@@ -324,7 +324,7 @@ class PairedDifference:
 
     @property
     def reading(self) -> str:
-        """What the difference says, in words."""
+        """The verdict on the difference, in words."""
         if not self.is_shown:
             return "no difference shown"
         is_first = (self.difference > 0.0) == (self.far is not None)  # a smaller EER is better
@@ -357,7 +357,7 @@ class _Compared(NamedTuple):
 
 
 def _corrected(found: Sequence[_Compared], level: float) -> list[PairedDifference]:
-    """Differences with p-values for all of them together; the primary one stands alone."""
+    """Differences, with p-values corrected together except for the primary one."""
     corrections = holm([one.estimate.p_value for one in found if not one.is_primary])
     remaining, made = iter(corrections), []
     for one in found:
@@ -399,7 +399,7 @@ def _compared(
     primary: tuple[Primary | None, float | None],
     level: float,
 ) -> list[PairedDifference]:
-    """Differences of pairs of systems, by every measure; what cannot be compared is left out."""
+    """Differences of pairs of systems, by every measure; incomparable pairs are left out."""
     plan, headline = primary
     found = []
     for a, b in pairs:
@@ -493,7 +493,7 @@ def _runs(*sides: Sequence[Entry], far: float | None) -> list[Runs] | None:
 
 
 def _num_subjects(entries: Sequence[Entry]) -> int:
-    """Test identities of a run; at least the two that it takes to draw them."""
+    """Test identities of a run; at least two, which a bootstrap needs."""
     known = [n for entry in entries if (n := entry.result.protocol.num_subjects) is not None]
     return max(2, min(known, default=entries[0].result.protocol.num_genuine))
 
@@ -563,7 +563,7 @@ class Repeats:
         return [value for value in found if value is not None]
 
     def ranked(self, far: float | None) -> list[str]:
-        """Names from best to worst by their means; what was not measured every time is left out."""
+        """Names from best to worst by their means, without systems that lack a measurement."""
         means = {
             name: float(np.mean(self.values(name, far)))
             for name, entries in self.systems.items()
@@ -591,7 +591,7 @@ class Repeats:
         return None
 
     def planned(self, far: float | None) -> list[tuple[str, str]]:
-        """Pairs of systems that are compared whatever the test says, the primary one first."""
+        """Pairs of systems that were fixed before the test, the primary one first."""
         if self.primary is None:
             return []
         names = {_arm_of(entries): name for name, entries in self.systems.items()}
@@ -637,8 +637,8 @@ def find_repeats(
     """Every protocol on which a system has results of several runs.
 
     Runs of one arm with different seeds belong together; where the run is unknown, results under
-    one name do. With the title of an experiment all results are its own, whatever each seed tests
-    and however many there are.
+    one name do. With the title of an experiment, all results belong to it, even if each seed has
+    its own test set.
     """
     Key = tuple[str, tuple[str | None, str, str | None]]
     families: dict[Key, dict[tuple[bool, str], list[Entry]]] = {}

@@ -33,7 +33,7 @@ from qmargin.report.systems import (
 from qmargin.report.table import CellValue, Column, Number, Row, Table, csv_text, markdown_text
 from qmargin.report.verdicts import ONE_RUN
 
-BOLD = "the best is bold where it is ahead of all others by more than chance"
+BOLD = "the best is bold if it is ahead of all others by more than chance"
 CSV_COLUMNS = (
     *("protocol", "kind", "scoring", "system", "arm", "seed", "alpha", "scale", "margin_kind"),
     *("margin", "metric", "target", "value", "std", "low", "high", "far", "false_accepts"),
@@ -88,7 +88,7 @@ def tar_table(panel: Panel) -> Table:
     notes = [f"{note}."]
     if any(p.status == "few" for e in panel.entries for p in e.result.measures.tar):
         notes.append(
-            f"Flags: the FAR allows so few false accepts, {ENOUGH_FALSE_ACCEPTS} are needed."
+            f"Flags: false accepts that the FAR allows; {ENOUGH_FALSE_ACCEPTS} are needed."
         )
     return Table(
         "True accept rate (TAR) at each false accept rate (FAR)",
@@ -99,7 +99,7 @@ def tar_table(panel: Panel) -> Table:
 
 
 def other_table(panel: Panel) -> Table:
-    """Measures without a target FAR: EER, costs, and what the protocol or a metric adds."""
+    """Measures without a target FAR: EER, costs, and those of the protocol or of metrics."""
     found = [entry.result.measures for entry in panel.entries]
     digits = spread_digits(100.0 * m.eer.value for m in found)
     eers: list[CellValue] = [_percent(m.eer.value, m.eer.interval, digits) for m in found]
@@ -153,7 +153,7 @@ def threshold_table(panel: Panel) -> Table:
 
 
 def _status_words(status: str, allowed: int) -> str:
-    """How far a number can be trusted."""
+    """Status of a number: whether it rests on enough false accepts."""
     if status == "few":
         return f"only {count(allowed)} of {ENOUGH_FALSE_ACCEPTS}"
     return "enough" if status == "ok" else status
@@ -164,12 +164,12 @@ def sufficiency_table(panel: Panel) -> tuple[Table, list[int]]:
     sizes = sorted({entry.result.protocol.num_impostors for entry in panel.entries})
     found = [(far, sufficiency(far, size)) for size in sizes for far in panel.fars]
     note = (
-        f"The smallest FAR that can be measured is {rate_text(1.0 / sizes[0])}. If no impostor at "
-        f"all is accepted, the FAR is below {rate_text(rule_of_three(sizes[0]))} with 95 % "
+        f"The smallest FAR that can be measured is {rate_text(1.0 / sizes[0])}. If no impostor "
+        f"is accepted, the FAR is below {rate_text(rule_of_three(sizes[0]))} with 95 % "
         "confidence, not zero."
     )
     table = Table(
-        f"{' or '.join(map(count, sizes))} impostor trials: what each FAR can rest on",
+        f"{' or '.join(map(count, sizes))} impostor trials: false accepts that each FAR allows",
         _columns("Target FAR", "False accepts allowed", "Verdict", left=("Target FAR", "Verdict")),
         tuple((rate_text(far), s.allowed, _status_words(s.status, s.allowed)) for far, s in found),
         (note,),
@@ -208,9 +208,7 @@ def _how(found: Sequence[PairedDifference], level: float) -> str:
         covers += f"; {ONE_RUN}"
     elif len(covered) > 1:
         covers += ", and training seeds where both have several"
-    alone = (
-        ", but for the one that was fixed beforehand" if any(m.is_primary for m in found) else ""
-    )
+    alone = ", except the one that was fixed beforehand" if any(m.is_primary for m in found) else ""
     return (
         f"{100 * level:g} % intervals of differences of mean logits, written as points, cover "
         f"{covers}. p-values are two-sided{corrected}"
@@ -280,9 +278,9 @@ def cost_table(entries: Sequence[Entry]) -> Table | None:
         rows.append((label, Number(seconds, 1), Number(step, 1), gib, run.device))
     heads = ("System", "Training, s", "Per step, ms", "Peak memory, GiB", "Device")
     note = (
-        "Time includes reading the data and saving, and waiting for whatever else ran on the "
+        "Time includes reading data, saving, and waiting for other programs on the "
         "machine: the runs of an experiment run side by side. Peak memory is what the training "
-        "allocated on a GPU; on a CPU it is that of the whole process. A resumed run has no time."
+        "allocated on a GPU; on a CPU it is that of the whole process. Resumed runs have no time."
     )
     return Table("", _columns(*heads, left=("System", "Device")), tuple(rows), (note,))
 
@@ -308,7 +306,7 @@ def time_table(systems: Mapping[str, Sequence[Entry]], far: float) -> Table | No
     heads = ("System", "Runs", f"To TAR {100 * common:.2f} %, s", "Whole training, s")
     note = (
         f"Training time until TAR at FAR {rate_text(far)} reached the largest value that every run "
-        "did, by lines between the measured epochs: mean and standard deviation over "
+        "reached, interpolated between the measured epochs: mean and standard deviation over "
         "runs. Start and evaluation are not counted. Runs that share a device slow each other."
     )
     return Table("", _columns(*heads, left=("System",)), tuple(rows), (note,))
@@ -422,7 +420,7 @@ def parameter_columns(*group: str) -> list[Column]:
 
 
 def _bare(point: TarPoint | None) -> CellValue:
-    """A TAR without its interval, which a table of a paper has no room for."""
+    """A TAR without its interval, which is too wide for a table of a paper."""
     if point is None or point.tar is None:
         return None if point is None else "n.m."
     return Number(100.0 * point.tar, flag="few" if point.status == "few" else "")
@@ -436,7 +434,7 @@ def _common_run(entries: Sequence[Entry | None]) -> RunInfo | None:
 
 
 def csv_table(panels: Sequence[Panel]) -> str:
-    """Every number in a line of its own, unrounded."""
+    """One line per number, unrounded."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, CSV_COLUMNS, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()

@@ -10,7 +10,7 @@ ONE_RUN = "one seed: training variance is not in the interval"
 
 
 def effect_text(made: PairedDifference) -> str:
-    """A difference with its interval, its p-value and what it would have taken to show one."""
+    """A difference with its interval, its p-value and the detectable difference."""
     points = "EER" if made.far is None else "TAR"
     low, high = (signed(100 * end) for end in made.interval)
     p_value = f"p = {probability(made.adjusted)}".replace("= <", "<")
@@ -44,7 +44,7 @@ def planned_verdicts(repeats: Repeats, far: float | None, *, bold: str = "{}") -
         if far is not None:
             protocol = repeats.systems[focus][0].result.protocol
             enough = sufficiency(far, protocol.num_impostors)
-            few = "" if enough.status == "ok" else f" That is a rough number: {enough.message}."
+            few = "" if enough.status == "ok" else f" The number is rough: {enough.message}."
             sentence = f"At FAR {rate_text(far)}, {sentence}{few}"
         lines.append(sentence)
     return lines

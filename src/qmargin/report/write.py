@@ -32,7 +32,7 @@ from qmargin.schema import encode
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What a report shows besides the results."""
+    """Settings of a report."""
 
     title: str = "Verification report"
     level: float = 0.95  # of the intervals of paired differences
@@ -41,14 +41,14 @@ class ReportOptions:
     has_figures: bool | None = None  # None: draw figures where matplotlib is installed
     primary: Primary | None = None  # comparison that was fixed beforehand, at the verdict's FAR
     experiment: str | None = None  # title, where all results are of one experiment
-    data_note: str = ""  # what a reader should know about the data, without a full stop
+    data_note: str = ""  # a note on the data, without a full stop
     notes: tuple[str, ...] = ()  # cautions that are shown below the verdict
     overwrite: bool = False  # replace files in the folder that no report wrote
-    keep_paths: bool = False  # show absolute paths of results, not names of files alone
+    keep_paths: bool = False  # show absolute paths of results, not only names of files
 
     def __post_init__(self) -> None:
         if not 0.0 < self.level < 1.0:
-            raise ConfigError(f"level is {self.level}, outside (0, 1): give for example 0.95")
+            raise ConfigError(f"level is {self.level}, outside (0, 1): try 0.95")
         if self.has_figures and not has_matplotlib():
             raise ConfigError("figures need matplotlib: install qmargin[figures] or omit --figures")
 
@@ -66,7 +66,7 @@ def write_report(
     Args:
         results: Files that ``qmargin evaluate`` wrote, in the order in which they are shown.
         out: Folder of the report; made if it is missing.
-        options: What else to show.
+        options: Further content and settings.
 
     Raises:
         DataError: If a result or a journal cannot be read; nothing is written then.

@@ -1,4 +1,4 @@
-"""What requests and answers look like: dataclasses, from which the OpenAPI description is made."""
+"""Requests and answers as dataclasses, and the OpenAPI description made from them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class VerifyRequest:
 
 @dataclass(frozen=True)
 class IdentifyRequest:
-    """Files to look for in the gallery."""
+    """Files to search in the gallery."""
 
     inputs: tuple[str, ...] = field(metadata={"about": "files, as base64", "item": BASE64})
     fpir: float = field(
         default=0.01,
-        metadata={"about": "share of searches for strangers that may end in a name"},
+        metadata={"about": "share of searches for unenrolled people that may return a name"},
     )
     top: int = field(default=10, metadata={"about": "candidates of each search"})
     show: bool = field(default=False, metadata={"about": "return each input as the model sees it"})
@@ -52,7 +52,7 @@ class IdentifyRequest:
 class EnrolRequest:
     """Files of one person for the gallery."""
 
-    name: str = field(metadata={"about": "whom the files show"})
+    name: str = field(metadata={"about": "name of the person"})
     inputs: tuple[str, ...] = field(metadata={"about": "files, as base64", "item": BASE64})
 
 
@@ -66,7 +66,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no answer."""
+    """Reason why a request has no result."""
 
     code: str = field(metadata={"about": "kind of the error, for programs"})
     message: str = field(metadata={"about": "what happened, the value, and what to do"})
@@ -95,7 +95,7 @@ class View:
 
 @dataclass(frozen=True)
 class Embedded:
-    """An embedding, or why there is none."""
+    """An embedding, or an error."""
 
     embedding: tuple[float, ...] | None = field(
         default=None, metadata={"about": "not of length 1; compare by cosine"}
@@ -113,7 +113,7 @@ class EmbedAnswer:
 
 @dataclass(frozen=True)
 class Verified:
-    """A comparison, or why there is none."""
+    """A comparison, or an error."""
 
     score: float | None = field(default=None, metadata={"about": "cosine of the two embeddings"})
     is_same: bool | None = field(
@@ -132,7 +132,7 @@ class VerifyAnswer:
     """One result for each pair, in their order, all at one threshold."""
 
     results: tuple[Verified, ...]
-    far: float | None = field(default=None, metadata={"about": "asked for; null: no decision"})
+    far: float | None = field(default=None, metadata={"about": "requested rate; null: no decision"})
     threshold: float | None = field(
         default=None, metadata={"about": "scores at or above it are of one identity"}
     )
@@ -141,21 +141,21 @@ class VerifyAnswer:
 
 @dataclass(frozen=True)
 class Named:
-    """Somebody in the gallery."""
+    """A person in the gallery."""
 
     name: str
-    score: float = field(metadata={"about": "of the best of their samples"})
+    score: float = field(metadata={"about": "score of the person's best sample"})
     is_accepted: bool | None = field(
-        default=None, metadata={"about": "whether the score is enough; null without thresholds"}
+        default=None, metadata={"about": "whether the score suffices; null without thresholds"}
     )
 
 
 @dataclass(frozen=True)
 class Identified:
-    """A search, or why there is none."""
+    """A search, or an error."""
 
     candidates: tuple[Named, ...] | None = field(
-        default=None, metadata={"about": "the best first; only accepted ones are a match"}
+        default=None, metadata={"about": "the best first; only accepted candidates are matches"}
     )
     shown: View | None = None
     error: Failure | None = None
@@ -175,13 +175,13 @@ class IdentifyAnswer:
 
 @dataclass(frozen=True)
 class GalleryAnswer:
-    """Who is enrolled, with the number of their samples."""
+    """Names of the enrolled people, with their numbers of samples."""
 
     names: dict[str, int]
     num_samples: int
-    is_stored: bool = field(metadata={"about": "whether a file keeps the embeddings"})
+    is_stored: bool = field(metadata={"about": "whether the embeddings are stored in a file"})
     results: tuple[Embedded, ...] | None = field(
-        default=None, metadata={"about": "of an enrolment: for each input an error or nothing"}
+        default=None, metadata={"about": "for an enrolment: an error or null for each input"}
     )
 
 
@@ -209,12 +209,12 @@ class ModelAnswer:
     how_to: str | None = field(metadata={"about": "how to get thresholds, where there are none"})
     chosen: dict[str, float]
     limits: dict[str, float]
-    generated: str | None = field(metadata={"about": "what can be generated to try, if anything"})
+    generated: str | None = field(metadata={"about": "what can be generated to try, or null"})
     qmargin: str
 
 
 class Route(typing.NamedTuple):
-    """A path of the interface."""
+    """A route of the interface."""
 
     method: str
     path: str
@@ -230,7 +230,7 @@ ROUTES = (
     Route("POST", "/v1/identify", "Look for files in the gallery", IdentifyRequest, IdentifyAnswer),
     Route("GET", "/v1/gallery", "List the gallery", None, GalleryAnswer),
     Route("POST", "/v1/gallery", "Enrol files in the gallery", EnrolRequest, GalleryAnswer),
-    Route("DELETE", "/v1/gallery/{name}", "Forget somebody", None, GalleryAnswer),
+    Route("DELETE", "/v1/gallery/{name}", "Delete a person", None, GalleryAnswer),
     Route("POST", "/v1/generate", "Generate a pair to try", GenerateRequest, GenerateAnswer),
 )
 

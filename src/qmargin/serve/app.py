@@ -1,6 +1,6 @@
 """The HTTP interface: routes, bodies and errors.
 
-The event loop only moves bytes; the threads of ``Service`` parse, decode and answer.
+The event loop only moves bytes; threads of ``Service`` parse, decode and answer.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ async def _unknown_path(request: Request, error: HTTPException) -> Response:
 async def _taken(
     service: Service, request: Request, record: type, answer: Callable[[Any], Awaitable[Payload]]
 ) -> Response:
-    """Read the body of a request into a record, answer it, and give back its memory."""
+    """Read the body of a request into a record, answer it, and release its memory."""
     held = 0
 
     async def body() -> list[bytes]:
@@ -151,7 +151,7 @@ def _refuse_constant(name: str) -> None:
 
 
 async def _answered(service: Service, work: Awaitable[Payload]) -> Response:
-    """The answer of some work, or its error; nothing of an input is written anywhere."""
+    """The answer of some work, or its error; inputs are never written or logged."""
     try:
         payload = await work
         return _as_json(await service.in_thread(_encoded, payload))
@@ -165,13 +165,13 @@ async def _answered(service: Service, work: Awaitable[Payload]) -> Response:
         message = f"the request did not arrive within {BODY_S:g} s; send it again"
         return _error(Refusal(408, "timeout", message, connection="close"))
     except ClientDisconnect:
-        return Response(status_code=400)  # to nobody
+        return Response(status_code=400)  # the client is gone
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(frame.filename).name}, line {frame.lineno}"
-        with suppress(OSError):  # the message may have something of an input in it
-            sys.stderr.write(f"unforeseen {type(error).__name__} in {place}\n")
-        message = f"unforeseen {type(error).__name__} in {place}; report it with the command"
+        with suppress(OSError):  # the message may contain parts of an input
+            sys.stderr.write(f"unexpected {type(error).__name__} in {place}\n")
+        message = f"unexpected {type(error).__name__} in {place}; report it with the command"
         return _error(Refusal(500, "unforeseen", message))
 
 

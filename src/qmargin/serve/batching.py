@@ -1,4 +1,4 @@
-"""One thread for the model: samples of concurrent requests go through it together."""
+"""One thread for the model, which batches samples of concurrent requests."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from qmargin.errors import QMarginError
 
 Row = NDArray[np.float32]  # [d]
 Embed = Callable[[Sequence[NDArray[Any]]], NDArray[np.float32]]
-MOST = 32  # samples that go through the model together
+MOST = 32  # samples in one batch of the model
 
 
 class Busy(Exception):
-    """The server holds as much as it may; try again."""
+    """Raised if the server has reached its memory limit; try again."""
 
 
 class Budget:
-    """Bytes of inputs that are held at once; used by the event loop alone."""
+    """Bytes of inputs in memory; used by the event loop only."""
 
     def __init__(self, most: int) -> None:
         self.most, self.held, self.peak = most, 0, 0
@@ -46,10 +46,10 @@ class Budget:
 
 
 class Batcher:
-    """Embeds samples in a thread of its own.
+    """Embeds samples in a separate thread.
 
-    No sample waits for others to come: what has arrived while the model was at work is the next
-    batch. A sample that the model refuses fails alone.
+    No sample waits for others: samples that arrive while the model is busy form the next batch. A
+    sample that the model refuses does not affect the others.
     """
 
     def __init__(self, embed: Embed, *, most: int = MOST) -> None:
@@ -62,7 +62,7 @@ class Batcher:
         self._thread.start()
 
     def submit(self, sample: NDArray[Any]) -> Future[Row]:
-        """The embedding of a sample, some time later."""
+        """Future with the embedding of a sample."""
         future: Future[Row] = Future()
         with self._changed:
             self._waiting.append((sample, future))
@@ -74,7 +74,7 @@ class Batcher:
         return await asyncio.wrap_future(self.submit(sample))
 
     def close(self) -> None:
-        """Finish what waits and end the thread."""
+        """Finish waiting samples and end the thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -103,7 +103,7 @@ class Batcher:
             else:
                 for one in batch:
                     self._answer([one])
-        except BaseException as error:  # of the model or of memory: whoever waits has to know
+        except BaseException as error:  # all waiting requests get the error
             for _, future in batch:
                 with suppress(Exception):
                     future.set_exception(error)

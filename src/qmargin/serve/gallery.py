@@ -27,7 +27,7 @@ LONGEST_NAME = 80  # characters
 
 
 class Entry(NamedTuple):
-    """A sample of somebody."""
+    """An enrolled sample of a person."""
 
     name: str
     digest: str  # SHA-256 of its file
@@ -59,9 +59,9 @@ class _Content:
 
 
 class Gallery:
-    """Enrolled samples; with ``store``, a file that only its owner can read has them, too.
+    """Enrolled samples; ``store`` keeps them in a file that only its owner can read.
 
-    ``about`` is what the embeddings depend on: the weights, the fit and mirror images.
+    ``about`` has the settings of the embeddings: weights, fit and mirror images.
     """
 
     def __init__(self, dim: int, *, about: Mapping[str, str], store: Path | None = None) -> None:
@@ -93,7 +93,7 @@ class Gallery:
             )
 
     def add(self, entries: Sequence[Entry], rows: Sequence[Row]) -> None:
-        """Enrol samples; one that is there already stays as it is."""
+        """Enrol samples; samples that are already enrolled are kept."""
         with self._lock:
             old = self._content
             fresh = {e: row for e, row in zip(entries, rows, strict=True) if e not in old.known}
@@ -103,7 +103,7 @@ class Gallery:
                 self._replace(_Content((*old.entries, *fresh), np.concatenate([old.matrix, added])))
 
     def remove(self, name: str) -> int:
-        """Forget somebody; returns the number of their samples."""
+        """Delete a person; returns the number of deleted samples."""
         with self._lock:
             old = self._content
             kept = [place for place, entry in enumerate(old.entries) if entry.name != name]
@@ -113,7 +113,7 @@ class Gallery:
             return len(old.entries) - len(kept)
 
     def search(self, row: Row, most: int) -> list[Candidate]:
-        """Who is nearest, the best first."""
+        """The nearest people, the best first."""
         content = self._content
         scores = np.clip(content.matrix @ unit(row, "the probe"), -1.0, 1.0)
         best: dict[str, float] = {}
@@ -168,15 +168,13 @@ def unit(row: Row, name: str) -> Row:
     """A vector of length 1."""
     length = float(np.linalg.norm(row.astype(np.float64)))
     if not length:
-        raise DataError(
-            f"the embedding of {name} is zero, which has no direction; look at the file"
-        )
+        raise DataError(f"the embedding of {name} is zero and has no direction; check the file")
     scaled: Row = (row / length).astype(np.float32)
     return scaled
 
 
 def digest_of(content: bytes) -> str:
-    """What tells files apart."""
+    """Hash of a file's content."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -193,6 +191,6 @@ def checked_name(name: str) -> str:
 
 
 def name_in(path: str) -> str:
-    """Whom a file of a gallery shows: its first folder, or the file's name without suffix."""
+    """Name of the person of a gallery file: its first folder, or the file's name without suffix."""
     parts = PurePosixPath(path).parts
     return checked_name(parts[0] if len(parts) > 1 else PurePosixPath(path).stem)

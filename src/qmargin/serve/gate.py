@@ -1,8 +1,8 @@
-"""What every request has to pass, and what every answer carries.
+"""Checks of every request, and headers of every answer.
 
-A page of another site can send requests to a server on this machine, and can give a name of its own
-the address 127.0.0.1 (DNS rebinding). Each check refuses one such way in; they do not rely on
-each other.
+A page of another site can send requests to a server on this machine, and can let a host name of its
+own resolve to 127.0.0.1 (DNS rebinding). Each check refuses one such attack, independently of the
+others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HEADERS = {
 
 
 class Refusal(Exception):
-    """An answer that is an error; ``code`` names its kind for programs."""
+    """An error answer; ``code`` names its kind for programs."""
 
     def __init__(self, status: int, code: str, message: str, **headers: str) -> None:
         super().__init__(message)
@@ -54,10 +54,10 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Rules:
-    """Where the server is, who may use it, and how much they may send."""
+    """Address of the server, its token, and the limit of uploads."""
 
     host: str = "127.0.0.1"
-    token: str | None = None  # without one, whoever reaches the server may use it
+    token: str | None = None  # without one, every client that reaches the server may use it
     upload_bytes: int = 1 << 25
 
     @property
@@ -74,7 +74,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def check_host(scope: Scope, headers: Headers, rules: Rules) -> None:
-    """The name in the address bar: of this machine, or an address, which nobody can rebind."""
+    """Check the Host header: a name of this machine, or an IP address, which cannot be rebound."""
     name = _host_of(headers.get("host", ""))
     try:
         is_known = ipaddress.ip_address(name).is_loopback or not rules.is_loopback
@@ -90,7 +90,7 @@ def check_host(scope: Scope, headers: Headers, rules: Rules) -> None:
 
 
 def check_origin(scope: Scope, headers: Headers, rules: Rules) -> None:
-    """Pages of other sites may not send requests: their Origin is another."""
+    """Refuse requests of pages of other sites, by their Origin."""
     origin, host = headers.get("origin"), headers.get("host")
     if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
         raise Refusal(
@@ -102,7 +102,7 @@ def check_origin(scope: Scope, headers: Headers, rules: Rules) -> None:
 
 
 def check_site(scope: Scope, headers: Headers, rules: Rules) -> None:
-    """Nor may they embed anything: browsers say where a request comes from."""
+    """Refuse embedding by other sites, by the Sec-Fetch headers of browsers."""
     site = headers.get("sec-fetch-site", "none")
     is_visit = scope["path"] == "/" and headers.get("sec-fetch-mode") == "navigate"
     if site not in ("none", "same-origin") and not is_visit:
@@ -115,7 +115,7 @@ def check_site(scope: Scope, headers: Headers, rules: Rules) -> None:
 
 
 def check_token(scope: Scope, headers: Headers, rules: Rules) -> None:
-    """The interface needs the token, where there is one; the empty page does not."""
+    """Check the token, if there is one; the empty page does not need it."""
     if rules.token is None or not scope["path"].startswith(API):
         return
     kind, _, given = headers.get("authorization", "").partition(" ")
@@ -131,7 +131,7 @@ def check_token(scope: Scope, headers: Headers, rules: Rules) -> None:
 
 
 def check_type(scope: Scope, headers: Headers, rules: Rules) -> None:
-    """Forms of other sites cannot send JSON without a permission, which is never given."""
+    """Require JSON, which forms of other sites cannot send without permission."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if scope["method"] == "POST" and kind != "application/json":
         raise Refusal(
@@ -142,7 +142,7 @@ def check_type(scope: Scope, headers: Headers, rules: Rules) -> None:
 
 
 def check_length(scope: Scope, headers: Headers, rules: Rules) -> None:
-    """How much is sent has to be said before, and be little enough."""
+    """Require a Content-Length within the limit."""
     if scope["method"] != "POST":
         return
     text = headers.get("content-length", "")
@@ -157,7 +157,7 @@ def check_length(scope: Scope, headers: Headers, rules: Rules) -> None:
         raise Refusal(
             413,
             "too_large",
-            f"the request has {text[:20]} bytes and at most {rules.upload_bytes:,} are taken; send "
+            f"the request has {text[:20]} bytes and the limit is {rules.upload_bytes:,}; send "
             "smaller files or fewer at once, or start the server with a larger --max-upload",
             connection="close",
         )

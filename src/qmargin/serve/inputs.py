@@ -1,4 +1,4 @@
-"""Uploaded files to samples: limits, then the product's readers, then a look at the sample."""
+"""Uploaded files to samples: limits, decoding by the package's readers, and checks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from qmargin.evaluation.model import SAMPLE_RATE, Inputs, Model
 from qmargin.models.features import FilterBank
 
 MEBIBYTE = 1 << 20
-SILENCE = (
-    1e-3  # largest sample of a recording in which nothing can be heard, 60 dB below full scale
-)
+SILENCE = 1e-3  # largest sample of a silent recording, 60 dB below full scale
 MOST_COLUMNS = 600  # of the drawing of a filter bank
 NUM_PEAKS = 400  # of the drawing of a waveform
 KINDS = {"images": "pictures", "audio": "recordings"}
@@ -38,7 +36,7 @@ _SOUNDS = ((b"fLaC", "FLAC"), (b"OggS", "Ogg"), (b"ID3", "MP3"), (b"FORM", "AIFF
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest inputs that are taken."""
+    """Limits of inputs."""
 
     upload_bytes: int = 32 * MEBIBYTE  # of a request
     pixels: int = MAX_PIXELS
@@ -52,14 +50,14 @@ class Limits:
 
 
 class Sample(NamedTuple):
-    """A decoded file, and how it looks to the model where that was asked for."""
+    """A decoded file, on request with its view by the model."""
 
     array: NDArray[Any]  # [H, W, 3] uint8, or [n] float32
     shown: dict[str, Any] | None
 
 
 class Reader:
-    """Reads base64 texts; every thread has a face detector of its own."""
+    """Decodes base64 texts; every thread has its own face detector."""
 
     def __init__(self, model: Model, limits: Limits, *, fit: str = "auto") -> None:
         self.card, self.limits, self.fit = model.card, limits, fit
@@ -68,7 +66,7 @@ class Reader:
                 f"{self.card.name} takes {self.card.modality}, not files; serve a model "
                 "of pictures or of recordings"
             )
-        # The reader's own limit is stricter; a warning would be a trace of an input.
+        # The reader's limit is stricter; a warning would reveal an input.
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         warnings.filterwarnings("ignore", module=r"PIL\.")
         self._local = threading.local()
@@ -93,7 +91,7 @@ class Reader:
         return f"only pictures of {size} x {size} pixels can be used: {remedy}"
 
     def new_inputs(self) -> Inputs:
-        """What decodes for one thread."""
+        """Decoder of one thread."""
         limits = self.limits
         return Inputs(self.card, fit=self.fit, max_pixels=limits.pixels, max_seconds=limits.seconds)
 
@@ -128,7 +126,7 @@ class Reader:
         return Sample(array, self._shown(array) if show else None)
 
     def _check_content(self, array: NDArray[Any], name: str) -> None:
-        """Refuse what has nothing in it; a network would embed it all the same."""
+        """Refuse silent or single-coloured inputs, which a network would embed, too."""
         if self.card.modality == "audio":
             loudest = float(np.abs(array).max())
             if loudest < SILENCE:
@@ -138,7 +136,7 @@ class Reader:
                 )
         elif (array == array[0, 0]).all():
             colour = ", ".join(map(str, array[0, 0].tolist()))
-            raise DataError(f"{name} has a single colour ({colour}); give a picture of a face")
+            raise DataError(f"{name} has a single colour ({colour}); choose a picture of a face")
 
     def _shown(self, array: NDArray[Any]) -> dict[str, Any]:
         if self.card.modality == "images":

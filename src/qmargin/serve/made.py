@@ -16,7 +16,7 @@ NUM_IDENTITIES, SAMPLES = 1_000_000, 20
 
 @dataclass(frozen=True)
 class Made:
-    """Files of identities that training has not seen."""
+    """Files of identities outside the training set."""
 
     noun: str  # "person" or "voice"
     encode: Callable[[int], bytes]  # a file by its number
@@ -31,7 +31,7 @@ class Made:
 
 
 def find_made(model: Path, size: int | None) -> Made | None:
-    """What a model of generated data can be tried with; None for models of other data.
+    """Generated files to try a model with; None for models of other data.
 
     ``size`` is that of the model's images.
     """
@@ -40,7 +40,7 @@ def find_made(model: Path, size: int | None) -> Made | None:
     try:
         recipe = recipe_of(model)
     except (QMarginError, OSError, UnicodeDecodeError):
-        return None  # a model from elsewhere, without a recipe
+        return None  # a model without a recipe
     data = recipe.data
     world: dict[str, Any] = {"seed": data.options.get("seed", recipe.seed), "split": "test"}
     if data.kind == "people" and size is not None:

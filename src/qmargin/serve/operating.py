@@ -12,7 +12,7 @@ from qmargin.metrics.operating import sufficiency
 from qmargin.report.numbers import one_in, out_of, rate_text
 
 LARGEST_FAR = 0.5  # of the slider
-CHOSEN_FAR, CHOSEN_FPIR = 1e-3, 1e-2  # where the page begins, or as near to them as there is
+CHOSEN_FAR, CHOSEN_FPIR = 1e-3, 1e-2  # initial rates of the page, or the nearest available ones
 MANTISSAS = (1, 1.5, 2, 3, 5, 7)
 _CLOSE = 1e-9  # relative: 1e-3 may have been written as 0.001
 
@@ -33,19 +33,19 @@ class Operating:
     far: float  # measured, at most the target
     tar: float
     threshold: float | None  # scores at or above it are accepted; None: no score is enough
-    note: str  # why the rate is rough, or empty
-    words: str  # what it means, for people who know no rates
+    note: str  # reason why the rate is rough, or empty
+    words: str  # its meaning in plain words
 
     def accepts(self, score: float) -> bool:
-        """Whether a score is enough."""
+        """Whether a score reaches the threshold."""
         return self.threshold is not None and score >= self.threshold
 
 
 class Decisions:
     """Operating points of a model's own evaluation.
 
-    Between stored points the one with the next smaller FAR counts, so that the FAR of a decision is
-    never above the one that was asked for.
+    Between stored points the one with the next smaller FAR is used, so that the FAR of a decision
+    is never above the requested one.
     """
 
     def __init__(self, thresholds: Thresholds | None, *, fit: str = "auto") -> None:
@@ -66,7 +66,7 @@ class Decisions:
         """The threshold for a FAR.
 
         Raises:
-            ConfigError: The model has no thresholds, or the rate is none.
+            ConfigError: The model has no thresholds, or the rate is invalid.
             ProtocolError: Its evaluation cannot resolve this rate.
         """
         if self.thresholds is None:
@@ -78,7 +78,7 @@ class Decisions:
             raise ProtocolError(
                 f"no threshold is known for FAR {rate_text(far)}: the evaluation on "
                 f"{self.thresholds.protocol} has {impostors:,} impostor pairs, which resolve no "
-                f"rate below {rate_text(self._least)}; ask for a larger one"
+                f"rate below {rate_text(self._least)}; choose a larger rate"
             )
         enough = sufficiency(far, impostors)
         place = bisect_right(self._points, far * (1.0 + _CLOSE), key=lambda point: point.far)
@@ -97,10 +97,10 @@ class Decisions:
     def search_at(self, fpir: float, size: int) -> Operating:
         """The threshold of a search among ``size`` samples, for a rate of false identifications.
 
-        Whoever is not in the gallery is identified if one of ``size`` comparisons is accepted. The
-        probability of that is at most the sum of theirs, ``size * FAR``, however the comparisons
-        depend on each other (Boole's inequality). So a FAR of ``fpir / size`` keeps the FPIR at
-        or below its target on data like the evaluation's; the FPIR that results is often lower.
+        A person outside the gallery is identified if one of ``size`` comparisons is accepted. The
+        probability of this is at most the sum ``size * FAR``, whether or not the comparisons are
+        independent (Boole's inequality). So a FAR of ``fpir / size`` keeps the FPIR at or below its
+        target on data like the evaluation's; the FPIR that results is often lower.
         """
         if not 0.0 < fpir <= 1.0:
             raise ConfigError(f"fpir is {fpir:g}; give a rate above 0 and at most 1")
@@ -126,7 +126,7 @@ class Decisions:
         return self.thresholds is not None and far >= self._least * (1.0 - _CLOSE)
 
     def described(self) -> dict[str, Any] | None:
-        """What the page and programs need to know of the evaluation; None without one."""
+        """Facts about the evaluation for page and programs; None without one."""
         found = self.thresholds
         if found is None:
             return None
@@ -144,7 +144,7 @@ class Decisions:
 
 
 def _points_of(thresholds: Thresholds) -> list[Point]:
-    """The curve, where the model directory has it, and measured points, which win over it."""
+    """Points of the stored curve, if any, and measured points, which take precedence."""
     points = []
     if thresholds.det is not None:
         det = thresholds.det

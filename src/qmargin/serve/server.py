@@ -17,17 +17,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from qmargin.errors import ConfigError
 from qmargin.serve.gate import App
 
-IDLE_S = 10.0  # after which a connection without a whole request is looked at again, and closed
-ANSWER_S = 300.0  # in which a request has to be answered, and the answer taken
+IDLE_S = 10.0  # after which a connection without a complete request is checked, and closed
+ANSWER_S = 300.0  # in which a request has to be answered, and the answer received
 GRACE_S = 30  # seconds in which requests in flight are finished
 MOST_CONNECTIONS = 512
 
 
 class PatientProtocol(H11Protocol):
-    """Closes connections that send nothing, or a request that never ends its headers."""
+    """Close connections without a complete request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Look at the connection from time to time."""
+        """Check the connection from time to time."""
         super().connection_made(transport)
         self._seen: Any = None
         self._since = self.loop.time()
@@ -103,7 +103,7 @@ def open_page(url: str) -> bool:
     if sys.platform.startswith("linux") and not (
         os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     ):
-        return False  # a browser of the terminal would take it over
+        return False  # a text browser would take over the terminal
     try:
         browser = webbrowser.get()
     except webbrowser.Error:

@@ -1,7 +1,6 @@
-"""One model and what is done with it: embeddings, comparisons, searches and their answers.
+"""One model as a service: embeddings, comparisons, searches and their answers.
 
-Decoding is done by a few threads and the model runs in one of its own. Every input is accounted for
-in a budget while it is held.
+A few threads decode, and one thread runs the model. A budget limits the inputs in memory.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ MOST_TEXT = 1_000  # characters of an error message
 T = TypeVar("T")
 Payload = dict[str, Any]
 Progress = Callable[[int, int], None]  # files done, of all
-Embedded = tuple[NDArray[np.float32], Payload | None]  # and how the sample looks to the model
+Embedded = tuple[NDArray[np.float32], Payload | None]  # and the model's view of the sample
 
 
 class Service:
-    """One model and everything that is done with it."""
+    """One model with its embeddings, comparisons and searches."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class Service:
     def enrol_folder(
         self, folder: Path, names: Sequence[str], progress: Progress | None = None
     ) -> list[tuple[str, str]]:
-        """Enrol the files of a folder; returns those that cannot be, with the reason.
+        """Enrol the files of a folder; return files that cannot be enrolled, with reasons.
 
         A file that the store has already is not embedded again.
         """
@@ -102,7 +101,7 @@ class Service:
                 except QMarginError as error:
                     problems.append((name, str(error)))
             is_last = start + len(part) == len(names)
-            if is_last or len(found) > len(self.gallery):  # few times: the whole store is written
+            if is_last or len(found) > len(self.gallery):  # rarely: it writes the whole store
                 self.gallery.add(list(found), list(found.values()))
                 found.clear()
             if progress is not None:
@@ -117,9 +116,10 @@ class Service:
     async def embed(
         self, text: str, name: str, *, show: bool, turn: asyncio.Semaphore
     ) -> Embedded | QMarginError:
-        """The embedding of a file in base64, or why there is none.
+        """The embedding of a file in base64, or an error.
 
-        ``turn`` is shared by the files of a request, so that they do not keep all decoders.
+        ``turn`` is shared by the files of a request, so that one request does not occupy all
+        decoders.
         """
         try:
             loop = asyncio.get_running_loop()
@@ -196,7 +196,7 @@ class Service:
         }
 
     def _operating(self, far: float | None) -> Operating | None:
-        """The threshold of a rate; without one the usual rate, or the nearest that is known."""
+        """The threshold of a rate; by default the usual rate, or the nearest available one."""
         if far is not None:
             return self.decisions.at(far)
         stops = self.decisions.stops
@@ -321,7 +321,7 @@ class Service:
         turn = asyncio.Semaphore(DECODERS)
         work = (self.embed(text, name, show=show, turn=turn) for text, name in named)
         found = await asyncio.gather(*work, return_exceptions=True)
-        for one in found:  # all are over: nothing is held when the answer is sent
+        for one in found:  # all are finished, so no input is in memory when the answer is sent
             if isinstance(one, BaseException) and not isinstance(one, QMarginError):
                 raise one
         return found  # type: ignore[return-value]
@@ -348,7 +348,7 @@ def _shown(one: Embedded) -> Payload:
 
 
 def _results(found: Sequence[Payload | QMarginError]) -> Payload:
-    """Results with errors in their places; an error alone is the error of the request."""
+    """Results with errors in their places; if all are errors, the request has the first error."""
     errors = [one for one in found if isinstance(one, QMarginError)]
     if len(errors) == len(found):
         raise errors[0]
@@ -363,9 +363,9 @@ def failure_of(error: QMarginError) -> Refusal:
 
 
 def model_for_service(directory: Path, *, device: str) -> Model:
-    """The model of a directory or a run; samples reach it at its own size.
+    """Load the model of a directory or a run, for samples of its own size.
 
-    A run of an experiment has its evaluation beside it, which gives the thresholds.
+    A run of an experiment has thresholds from the evaluation in its folder.
     """
     from qmargin.evaluation.export import thresholds_of
     from qmargin.evaluation.model import load_model

@@ -1,1 +1,1 @@
-"""Training runs: recipes, optimizers, checkpoints and the processes that share them."""
+"""Training runs: recipes, optimizers, checkpoints and ranks."""

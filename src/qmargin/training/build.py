@@ -48,7 +48,7 @@ STORED: dict[str, type] = {
 }
 """Options of ``qmargin.data.open.open_images``; all others are of ``FaceImages``."""
 _PLAIN = {bool, int, float, str, type(None)}
-_LOOKED_AT = 16  # pictures whose size is looked at
+_LOOKED_AT = 16  # pictures whose size is checked
 _LEAST_SHARE = 4  # a picture may be scaled up by this
 _TOO_LARGE = ("can't allocate memory", "not enough memory", "overflow")  # in torch's words
 
@@ -78,7 +78,7 @@ def open_images(
     augmentation = FaceAugmentation(**{name: options[name] for name in looks if name in options})
     place = Path(path).expanduser()
     if not place.exists():
-        raise ConfigError(f"data.path is {path!r}, where there is nothing; set data.path=DIR")
+        raise ConfigError(f"data.path is {path!r}, which does not exist; set data.path=DIR")
     images = open_stored(place, index_dir=index_dir, **stored)
     check_several(images.num_classes, path)
     faces = FaceImages(images, size, augmentation)
@@ -87,7 +87,7 @@ def open_images(
 
 
 def _check_sizes(faces: FaceImages) -> None:
-    """Refuse pictures far smaller than what the network takes; a few of them are looked at."""
+    """Refuse pictures far smaller than the input of the network; a few of them are checked."""
     images, largest = faces.images, 0
     for index in range(0, len(images), max(1, len(images) // _LOOKED_AT)):
         try:
@@ -96,7 +96,7 @@ def _check_sizes(faces: FaceImages) -> None:
             continue
         if largest * _LEAST_SHARE >= faces.size:
             return
-    if not largest:  # no picture can be read, which training says with the first of them
+    if not largest:  # unreadable pictures are reported by training
         return
     raise ConfigError(
         f"pictures are at most {largest} pixels wide or high and data.options.size is "
@@ -122,10 +122,10 @@ def build_dataset(recipe: Recipe) -> Dataset:
 
 
 def _typed(options: dict[str, Any], maker: Any) -> dict[str, Any]:
-    """Options as plain types of a function's annotations; refuse what is none of these."""
+    """Convert options to the types of a function's annotations; refuse values of other types."""
     try:
         parameters = inspect.signature(maker, eval_str=True).parameters
-    except (NameError, TypeError):  # a function of others, whose annotations cannot be read
+    except (NameError, TypeError):  # a user's function, whose annotations cannot be read
         return options
     plain = {name: one.annotation for name, one in parameters.items() if _is_plain(one.annotation)}
     return {
@@ -142,7 +142,7 @@ def _is_plain(hint: Any) -> bool:
 
 
 def build_backbone(recipe: Recipe, *, device: torch.device | str = "cpu") -> nn.Module:
-    """The backbone with fresh weights, drawn on the CPU from the recipe's seed, then moved."""
+    """Build the backbone with new weights, drawn on the CPU from the recipe's seed, then moved."""
     part, device = recipe.model, torch.device(device)
     drawn_on = device if device.type == "meta" else torch.device("cpu")
     try:
@@ -174,7 +174,7 @@ def build_loss(
     device: torch.device | str = "cpu",
     dataset: Dataset | None = None,
 ) -> ScheduledLoss:
-    """The loss of a recipe; draws of its margin follow the recipe's seed.
+    """Build the loss of a recipe; random draws of its margin use the recipe's seed.
 
     The training samples of each class, where a reference needs them, are those of the dataset.
     """
@@ -200,7 +200,7 @@ def build_head(
     loss: MarginLoss | None = None,
     **options: Any,
 ) -> MarginClassifier:
-    """The classifier with fresh prototypes from the recipe's seed; ``options`` go to it."""
+    """Build the classifier with new prototypes from the recipe's seed and further ``options``."""
     device = torch.device(device)
     classes = recipe.data.num_classes if num_classes is None else num_classes
     if classes is None:
@@ -210,7 +210,7 @@ def build_head(
         raise ConfigError(f"data.num_classes is {given} and the data has {classes}; correct it")
     if loss is None:
         loss = build_loss(recipe, num_classes=classes, device=device).loss
-    with _seeded(recipe.seed + 1, device):  # other draws than the backbone's
+    with _seeded(recipe.seed + 1, device):  # draws independent of the backbone's
         return MarginClassifier(
             recipe.model.embedding_dim,
             classes,
@@ -242,19 +242,19 @@ def _build_path(part: HeadPart, *, seed: int) -> StepPath:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draws from a seed inside; outside, the generators are as they were."""
+    """Seed the generators inside a block and restore their state afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
 
 
 def load_pretrained_(backbone: nn.Module, source: str | Path) -> str:
-    """Put the weights of a file or model directory into a backbone; the file's SHA-256."""
+    """Load the weights of a file or model directory into a backbone; return the file's SHA-256."""
     path = Path(source).expanduser()
     if path.is_dir():
         if not is_model_directory(path):
             raise ConfigError(
-                f"model.weights is {source}, no model directory; is it a run for run.start_from?"
+                f"model.weights is {source}, not a model directory; is it a run for run.start_from?"
             )
         path = path / BACKBONE
     try:
@@ -273,7 +273,7 @@ def load_start_weights_(backbone: nn.Module, head: MarginClassifier, source: str
         found = newest(source / CHECKPOINTS).checkpoint
         if found is None:
             raise ConfigError(
-                f"run.start_from is {source}, where no run has saved a checkpoint; give the output "
+                f"run.start_from is {source}, which has no checkpoint; give the output "
                 "folder of `qmargin train`"
             )
         checkpoint = found
@@ -293,5 +293,5 @@ def load_start_weights_(backbone: nn.Module, head: MarginClassifier, source: str
             head.prototypes.copy_(rows[PROTOTYPES])
     except RuntimeError as error:
         raise ConfigError(
-            f"run.start_from {source} is of another network ({error}); set model as it is there"
+            f"run.start_from {source} is of a different network ({error}); set model as it is there"
         ) from error

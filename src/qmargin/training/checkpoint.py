@@ -1,8 +1,8 @@
-"""Checkpoints: written so that a kill leaves whole ones, read into any number of ranks.
+"""Checkpoints: complete even after a kill, and readable with any number of ranks.
 
-``step-000123`` is a whole checkpoint: it gets this name by one rename, after everything in it is
-on the disk, and is never changed again. ``step-000123.tmp-...`` is one that is being written or
-deleted; no reader looks at it. ``step-000123.aside-...`` is one that a run has turned away from.
+``step-000123`` is a complete checkpoint: it gets this name by one rename, after all of it is on the
+disk, and is never changed. ``step-000123.tmp-...`` is being written or deleted, and readers ignore
+it. ``step-000123.aside-...`` is later than the checkpoint that a run resumed from.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _LEFTOVER = re.compile(r"step-\d{6,18}\.tmp-[0-9a-f]+")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _PART = re.compile(r"(?!(backbone|loop|manifest|recipe)$)[a-z][a-z0-9_]*")
 _ROWS = "@rows:"  # marks the place of a tensor that went to the head's shards
-_NUM_HASHERS = 4  # hashing lets other threads run; more would only wait for the disk
+_NUM_HASHERS = 4  # hashing releases the GIL; more threads would only wait for the disk
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -89,7 +89,7 @@ def flatten(tree: Tree) -> tuple[str, dict[str, Tensor]]:
 
 
 def unflatten(text: str, tensors: Mapping[str, Tensor]) -> Tree:
-    """The tree that ``flatten`` took apart."""
+    """Rebuild a tree from the output of ``flatten``."""
     try:
         return _decode(json.loads(text), tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -183,7 +183,7 @@ def _chunks(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> Iterator
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """An open safetensors file; what is wrong with it is a ``CheckpointError``."""
+    """Open a safetensors file; any problem is a ``CheckpointError``."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -195,7 +195,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a file, copied: one that maps it would keep a deleted file on the disk."""
+    """Copies of all tensors of a file; a mapping would keep a deleted file on the disk."""
     with open_tensors(path) as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
 
@@ -216,7 +216,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """Manifest: the files of a checkpoint and their hashes."""
 
     step: int
     world: int
@@ -244,7 +244,7 @@ class Manifest:
 
     @property
     def sha256(self) -> str:
-        """Identity of the checkpoint: it changes with any byte of any file."""
+        """Hash of the checkpoint, which changes with any byte of any file."""
         text = json.dumps(self._body(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -258,7 +258,7 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: str) -> Manifest:
-        """Read ``to_text`` back; any other text, however close to one, is a ``CheckpointError``."""
+        """Read the text of ``to_text``; any other text is a ``CheckpointError``."""
         try:
             body = json.loads(text)["body"]
             version = body["version"]
@@ -303,12 +303,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Steps that had been taken."""
+        """Number of steps taken."""
         return self.manifest.step
 
     @property
     def sha256(self) -> str:
-        """Identity of the checkpoint, for the record of what was evaluated or resumed."""
+        """Hash of the checkpoint, for records of evaluations and resumed runs."""
         return self.manifest.sha256
 
 
@@ -340,7 +340,7 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """Everything that a run needs to go on; ranks other than 0 write ``head`` only."""
+    """Everything that a run needs to resume; ranks other than 0 write ``head`` only."""
 
     step: int
     backbone: Mapping[str, Tensor] = field(default_factory=dict)  # its state dict
@@ -359,14 +359,14 @@ class CheckpointState:
                 )
 
     def num_bytes(self) -> int:
-        """Size of its tensors, which is that of its files but for a few headers."""
+        """Size of its tensors: that of its files without headers."""
         trees = (self.backbone, self.parts, self.head.tensors if self.head else {})
         tensors = [tensor for tree in trees for tensor in flatten(tree)[1].values()]
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
 def split_rows(state: Tree, shape: torch.Size) -> tuple[Tree, dict[str, Tensor]]:
-    """Take what has the prototypes' shape, such as momentum, out of a state dict."""
+    """Move tensors with the shape of the prototypes, such as momentum, out of a state dict."""
     rows: dict[str, Tensor] = {}
 
     def take(path: str, leaf: Any) -> Any:
@@ -382,7 +382,7 @@ def split_rows(state: Tree, shape: torch.Size) -> tuple[Tree, dict[str, Tensor]]
 
 
 def join_rows(state: Tree, rows: Mapping[str, Tensor]) -> Tree:
-    """Put rows back into a state that ``split_rows`` took them from."""
+    """Put rows back into a state of ``split_rows``."""
 
     def put(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, str) or not leaf.startswith(_ROWS):
@@ -409,20 +409,20 @@ def other_name(path: Path, kind: str) -> Path:
 
 
 def list_steps(folder: Path) -> dict[int, Path]:
-    """Checkpoints that claim to be whole, newest first; empty if the folder does not exist."""
+    """Paths named as complete checkpoints, newest first; empty if the folder does not exist."""
     paths = folder.iterdir() if folder.is_dir() else ()
     found = {int(match[1]): path for path in paths if (match := _WHOLE.fullmatch(path.name))}
     return dict(sorted(found.items(), reverse=True))
 
 
 def list_leftovers(folder: Path) -> list[Path]:
-    """What killed saves and deletions left."""
+    """Leftovers of killed saves and deletions."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return sorted(path for path in paths if _LEFTOVER.fullmatch(path.name))
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint; killed half-way, it leaves a leftover and not a damaged checkpoint."""
+    """Delete a checkpoint; if killed half-way, this leaves a leftover, not a damaged checkpoint."""
     temporary = other_name(path, "tmp")
     path.rename(temporary)
     shutil.rmtree(temporary, ignore_errors=True)  # the next save tries again
@@ -439,7 +439,7 @@ def set_aside(folder: Path, step: int) -> list[Path]:
 
 
 def check_writable(folder: str | Path, *, needed_bytes: int = 0) -> None:
-    """Refuse a folder that a run could not write to, or that has less space left than it needs."""
+    """Refuse a folder that is not writable, or has too little free space."""
     folder = Path(folder)
     probe = folder / f".probe-{secrets.token_hex(6)}"
     try:
@@ -465,11 +465,12 @@ def check_writable(folder: str | Path, *, needed_bytes: int = 0) -> None:
 def save_checkpoint(
     folder: str | Path, state: CheckpointState, *, process: Process | None = None, keep: int = 3
 ) -> Path:
-    """Save a checkpoint as ``folder/step-...``; all ranks call it, and return when it is there.
+    """Save a checkpoint as ``folder/step-...``; all ranks call it, and return when it is complete.
 
-    ``process`` is this rank; in the background it needs a ``control`` group of its own, because its
-    messages come at any time. ``keep`` whole checkpoints up to this step stay. If any rank fails,
-    all raise a ``CheckpointError``: nothing of this checkpoint is left, no older one was touched.
+    ``process`` is this rank; in the background it needs a separate ``control`` group, because its
+    messages come at any time. ``keep`` complete checkpoints up to this step stay. If any rank
+    fails, all raise a ``CheckpointError``, nothing of this checkpoint is left, and older ones are
+    unchanged.
     """
     save = _Save(Path(folder), state, process or Process())
     try:
@@ -485,7 +486,7 @@ def save_checkpoint(
 
 
 class _Save:
-    """One save, seen from one rank."""
+    """State of one save on one rank."""
 
     def __init__(self, folder: Path, state: CheckpointState, process: Process) -> None:
         self.folder, self.state, self.process = folder, state, process
@@ -509,7 +510,7 @@ class _Save:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
     def _run_on_all(self, action: Callable[[], T]) -> list[T]:
-        """What an action returned on each rank; a failure is a ``CheckpointError`` on all."""
+        """Run an action on each rank and return the results; a failure raises on all ranks."""
 
         def explained() -> T:
             try:
@@ -527,7 +528,7 @@ class _Save:
     def _begin(self) -> tuple[int, str]:
         if self.process.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for path in list_leftovers(self.folder):  # the run holds the lock: they are of the dead
+            for path in list_leftovers(self.folder):  # of killed runs: this run has the lock
                 shutil.rmtree(path, ignore_errors=True)
             self.temporary.mkdir()
         return self.state.step, self.temporary.name
@@ -594,7 +595,7 @@ class _Save:
             try:
                 there = open_checkpoint(self.final).manifest
             except CheckpointError:
-                delete_checkpoint(self.final)  # no reader could have used it
+                delete_checkpoint(self.final)  # damaged, so that no reader could have used it
             else:
                 if _tensor_files(there) != _tensor_files(manifest):
                     raise CheckpointError(f"{self.final} exists with other values; move it away")
@@ -623,22 +624,22 @@ class AsyncSaver:
     """Saves checkpoints in a thread, one at a time: a step waits for a copy, not for the disk.
 
     A failure is raised by the next ``poll``, ``wait`` or ``save``, never dropped. All ranks fail
-    together, but each notices at its own time: catch the error of ``poll`` and agree, so that no
-    rank is left alone in a collective. Arguments are those of ``save_checkpoint``.
+    together, but each notices it at a different time: catch the error of ``poll`` and agree, so
+    that no rank waits in a collective. Arguments are those of ``save_checkpoint``.
     """
 
     def __init__(
         self, folder: str | Path, *, process: Process | None = None, keep: int = 3
     ) -> None:
         self.folder, self.process, self.keep = Path(folder), process or Process(), keep
-        self._buffers: dict[int, Tensor] = {}  # in the order in which a state's tensors are met
+        self._buffers: dict[int, Tensor] = {}  # in the order of a state's tensors
         self._thread: Thread | None = None
         self._error: Exception | None = None
         self._path: Path | None = None
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way; the next one would wait for it."""
+        """Whether a save is running; the next one would wait for it."""
         return self._thread is not None and self._thread.is_alive()
 
     def reserve(self, state: CheckpointState) -> None:
@@ -662,11 +663,11 @@ class AsyncSaver:
         self._thread.start()
 
     def poll(self) -> Path | None:
-        """The checkpoint that was completed since the last call, if any; raises its error."""
+        """Return the checkpoint completed since the last call, if any; raise its error."""
         return None if self.is_busy else self.wait()
 
     def wait(self) -> Path | None:
-        """Wait for the save under way, then do as ``poll``."""
+        """Wait for the running save, then do as ``poll``."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -683,7 +684,7 @@ class AsyncSaver:
         try:
             self.wait()
         except CheckpointError:
-            if error is None:  # what ended the block came first, and is the one to show
+            if error is None:  # the error of the block came first and is raised
                 raise
 
     def _run(self, state: CheckpointState) -> None:
@@ -720,7 +721,7 @@ class AsyncSaver:
 
 
 def open_checkpoint(path: str | Path, *, check: bool = True) -> Checkpoint:
-    """Open a checkpoint; without ``check``, hashes of other files than the manifest are not."""
+    """Open a checkpoint; without ``check``, only the hash of the manifest is checked."""
     path = Path(path)
     try:
         with open_regular(path / MANIFEST) as file:
@@ -733,14 +734,14 @@ def open_checkpoint(path: str | Path, *, check: bool = True) -> Checkpoint:
 
 
 class Search(NamedTuple):
-    """What ``newest`` found."""
+    """Result of ``newest``."""
 
     checkpoint: Checkpoint | None  # None only if no save was ever completed
-    skipped: tuple[str, ...] = ()  # newer ones that are not whole, and why
+    skipped: tuple[str, ...] = ()  # newer incomplete ones, with reasons
 
 
 def newest(folder: str | Path) -> Search:
-    """The newest whole checkpoint; raises if all are bad: a run must not start afresh then."""
+    """Return the newest complete checkpoint; raise if all are damaged."""
     folder = Path(folder)
     skipped = [f"{path.name}: never completed" for path in list_leftovers(folder)]
     steps = list_steps(folder)
@@ -755,14 +756,14 @@ def newest(folder: str | Path) -> Search:
             return Search(checkpoint, tuple(skipped))
     if steps:
         raise CheckpointError(
-            f"none of the {len(steps)} checkpoints in {folder} is whole; restore one, or start "
-            f"over in another folder ({'; '.join(skipped)})"
+            f"none of the {len(steps)} checkpoints in {folder} is complete; restore one, or start "
+            f"again in another folder ({'; '.join(skipped)})"
         )
     return Search(None, tuple(skipped))
 
 
 def is_damaged(folder: str | Path) -> bool:
-    """Whether there are checkpoints and none is whole; see ``newest``."""
+    """Whether there are checkpoints but no complete one; see ``newest``."""
     try:
         newest(folder)
     except CheckpointError:
@@ -771,7 +772,7 @@ def is_damaged(folder: str | Path) -> bool:
 
 
 def agree_on_newest(folder: Path, process: Process) -> Search:
-    """``newest`` for many ranks: rank 0 reads and checks the files, the others take its word."""
+    """``newest`` for many ranks: rank 0 reads and checks the files and informs the others."""
 
     def action() -> tuple[str | None, tuple[str, ...]]:
         search = newest(folder) if process.is_first else Search(None)
@@ -810,7 +811,7 @@ def read_class_rows(
 ) -> dict[str, Tensor]:
     """Rows of the classes ``start`` to ``stop``, whatever the ranges of the ranks that wrote them.
 
-    Where only some ranks had met a gradient, the momentum of the others is zero.
+    If only some ranks had gradients, the momentum of the others is zero.
     """
     manifest = checkpoint.manifest
     if not 0 <= start <= stop <= manifest.num_classes:
@@ -843,7 +844,7 @@ def read_backbone(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def read_prototypes(checkpoint: Checkpoint, *, at_most: int | None = None) -> Tensor:
-    """The class vectors ``[k, d]`` as they were trained, or ``at_most`` of them at equal steps."""
+    """The trained class vectors ``[k, d]``, or ``at_most`` of them, evenly spaced."""
     num_classes = checkpoint.manifest.num_classes
     rows = read_class_rows(checkpoint, 0, num_classes, names=[PROTOTYPES]).get(PROTOTYPES)
     if rows is None:

@@ -1,4 +1,4 @@
-"""The ranks of a run: devices, seeds, process groups, heartbeats, and decisions taken together."""
+"""The ranks of a run: devices, seeds, process groups, heartbeats, and common decisions."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from qmargin.training.signals import Interrupted
 
 T = TypeVar("T")
 EXIT_RANK_LOST = 75
-"""Exit status of a rank that another rank's end left hanging: the job may be started again."""
+"""Exit status of a rank after the loss of another rank: the job may be restarted."""
 DEFAULT_TIMEOUT_S = 600.0
 _LONGEST_STORY = 1 << 16
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _COLLECTIVE_MARKS = ("gloo", "nccl", "connection", "timed out", "process group")
 _DONE = -1
 _STORE_LOST = (
-    "the store of the run does not answer: rank 0 or its launcher is lost; resume from the last "
+    "the store of the run does not respond: rank 0 or its launcher is lost; resume from the last "
     "checkpoint"
 )
 
@@ -46,19 +46,19 @@ class _Peer:
 
 
 def end_process(reason: str) -> None:
-    """Write the reason and leave at once: the main thread waits for a rank that will not come."""
+    """Write the reason and exit at once: the main thread waits for a lost rank."""
     sys.stderr.write(f"qmargin: {reason}\n")
     sys.stderr.flush()
     os._exit(EXIT_RANK_LOST)
 
 
 class Heartbeat:
-    """Beats of this rank, and an eye on those of the others, through a shared store.
+    """Send heartbeats of this rank and monitor those of the others, through a shared store.
 
     A collective that never returns does not say which rank failed. A thread of each rank writes a
     beat with the number of collectives that its main thread has entered. A rank whose beats stop is
-    dead or frozen; one that beats but has entered fewer collectives is the one that the others wait
-    for. Either is named, and this process stopped, within ``timeout_s``.
+    dead or frozen; the others wait for a rank that beats but has entered fewer collectives. Either
+    is named, and this process stopped, within ``timeout_s``.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Heartbeat:
         world: int,
         timeout_s: float,
         hosts_store: bool = False,  # whether the store ends with this process
-        on_lost: Callable[[str], None] = end_process,  # if the main thread does not react itself
+        on_lost: Callable[[str], None] = end_process,  # if the main thread does not respond
     ) -> None:
         self._store, self._rank, self._on_lost = store, rank, on_lost
         self._hosts_store = hosts_store
         self._timeout, self.interval = timeout_s, min(timeout_s / 12, 5.0)
-        self._silence = 5 * self.interval  # of a rank that a collective has already failed on
+        self._silence = 5 * self.interval  # of a rank on which a collective has already failed
         self._peers = {other: _Peer() for other in range(world) if other != rank}
         self._mine = _Peer()
         self._reason: str | None = None
@@ -89,14 +89,14 @@ class Heartbeat:
         ]
 
     def start(self) -> None:
-        """Begin to beat; every rank must do so."""
+        """Start the heartbeats; every rank must call this."""
         self._forgive(time.monotonic())
         for thread in self._threads:
             thread.start()
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Around a collective of all ranks: its failure becomes an error that names a rank."""
+        """Context of a collective of all ranks; its failure raises an error that names a rank."""
         self._mine.collectives += 1
         self._collective_since = time.monotonic()
         try:
@@ -109,10 +109,10 @@ class Heartbeat:
             self._collective_since = None
 
     def explain(self, error: BaseException) -> RankError:
-        """Who is to blame for a collective that failed: looks until beats are missed, then says."""
+        """Name the rank that caused a failed collective, once its beats are missing."""
         began = time.monotonic() if self._collective_since is None else self._collective_since
-        # After a connection was closed the beats of the dead rank must first be missed; after a
-        # timeout everything is known already.
+        # After a closed connection, wait until the beats of the dead rank are missing; after a
+        # timeout it is known already.
         patience = 6 * self.interval if time.monotonic() - began < self._timeout / 2 else 0.0
         deadline = time.monotonic() + patience
         while True:
@@ -124,7 +124,7 @@ class Heartbeat:
             time.sleep(self.interval / 2)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank stops with an error, so that they need not wait."""
+        """Inform the others that this rank stops with an error, so that they need not wait."""
         self._agreed(f"rank {self._rank} stopped with {_summary(error)}")
 
     def close(self) -> None:
@@ -148,11 +148,11 @@ class Heartbeat:
             self._look(missed_after=self._timeout / 2)
 
     def _watch(self) -> None:
-        """End a process whose main thread does not react; this thread never asks the store."""
+        """End a process whose main thread does not respond; this thread never uses the store."""
         last = time.monotonic()
         while not self._stop.wait(self.interval):
             now = time.monotonic()
-            if now - last > 3 * self.interval:  # this process was frozen: others may be fine
+            if now - last > 3 * self.interval:  # this process was frozen, not the others
                 self._forgive(now)
             last = now
             if self._reason is None and now - self._store_seen > self._timeout / 2:
@@ -168,9 +168,9 @@ class Heartbeat:
             peer.seen = now
 
     def _look(self, *, missed_after: float) -> None:
-        """Exchange beats through the store, and note a reason to stop if there is one."""
+        """Exchange beats through the store, and record a reason to stop, if any."""
         if not self._lock.acquire(timeout=self.interval):
-            return  # the other thread waits for a store that does not answer
+            return  # the other thread waits for a store that does not respond
         try:
             if self._reason is not None and self._mine.beat != _DONE:
                 return
@@ -203,7 +203,7 @@ class Heartbeat:
         if not silent:
             return None
         return self._agreed(
-            f"{_ranks(silent)} gave no sign of life for {max(silent.values()):.1f} s: killed, "
+            f"{_ranks(silent)} sent no heartbeat for {max(silent.values()):.1f} s: killed, "
             "frozen or cut off; resume from the last checkpoint"
         )
 
@@ -218,12 +218,12 @@ class Heartbeat:
         if not late:
             return None
         return (
-            f"{_ranks(late)} did not reach collective {reached}: hung, gone, or slower than "
+            f"{_ranks(late)} did not reach collective {reached}: hung, lost, or slower than "
             f"{self._timeout:g} s; raise run.timeout_s, or resume from the last checkpoint"
         )
 
     def _agreed(self, reason: str) -> str:
-        """The first reason that any rank published: this one, unless another came before."""
+        """The first reason that any rank published."""
         if time.monotonic() - self._store_seen > self._silence:
             return _STORE_LOST
         try:
@@ -244,22 +244,22 @@ def _summary(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Process:
-    """One rank of a run; an error that leaves its ``with`` block is told to the other ranks."""
+    """One rank of a run; an error in its ``with`` block is sent to the other ranks."""
 
     rank: int = 0
     world: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout_s: float = DEFAULT_TIMEOUT_S
-    control: dist.ProcessGroup | None = None  # gloo, for a few numbers that never see a GPU
+    control: dist.ProcessGroup | None = None  # gloo, for a few numbers on the CPU
     heartbeat: Heartbeat | None = None
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes what is written once."""
+        """Whether this is rank 0, which writes shared files."""
         return self.rank == 0
 
     def collective(self) -> AbstractContextManager[None]:
-        """Around a collective on ``control``: its failure raises a ``RankError`` with a name."""
+        """Context of a collective on ``control``; its failure raises a ``RankError``."""
         return nullcontext() if self.heartbeat is None else self.heartbeat.collective()
 
     def sum_(self, numbers: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ class Process:
 
     @contextmanager
     def name_lost_ranks(self) -> Iterator[None]:
-        """Around a whole step: failures of any collective in it raise a ``RankError``."""
+        """Context of a whole step; a failure of any collective in it raises a ``RankError``."""
         try:
             yield
         except RuntimeError as error:
@@ -297,7 +297,7 @@ class Process:
 
 
 def start_process_group(timeout_s: float = DEFAULT_TIMEOUT_S, *, device: str = "auto") -> Process:
-    """Join the ranks that ``torchrun`` started, or be the only one, without a process group.
+    """Join the ranks that ``torchrun`` started, or run as the only rank without a process group.
 
     Ranks wait ``timeout_s`` for each other; it must exceed the longest time that one works alone.
     """
@@ -325,7 +325,7 @@ def start_process_group(timeout_s: float = DEFAULT_TIMEOUT_S, *, device: str = "
                 "there, or raise the timeout"
             )
         time.sleep(0.02)
-    # Beats have a connection of their own: a thread that waits in the store blocks its connection.
+    # Beats use a separate connection: a thread that waits in the store blocks its connection.
     beats = _open_store("heartbeat", timeout)
     heartbeat = Heartbeat(beats, rank=rank, world=world, timeout_s=timeout_s, hosts_store=is_host)
     heartbeat.start()
@@ -349,7 +349,7 @@ def ranks_from(environment: Mapping[str, str]) -> tuple[int, int, int]:
         local_rank = int(environment.get("LOCAL_RANK", "0"))
     except ValueError as error:
         raise ConfigError(
-            f"a rank in the environment is no number ({error}); use torchrun"
+            f"a rank in the environment is not a number ({error}); use torchrun"
         ) from None
     if not (0 <= rank < world and local_rank >= 0):
         raise ConfigError(f"RANK is {rank} and WORLD_SIZE {world}; ranks count from 0 below it")
@@ -369,7 +369,7 @@ def choose_device(local_rank: int, name: str = "auto") -> torch.device:
 
 
 def find_device(name: torch.device | str) -> torch.device:
-    """The device of that name, ``"auto"`` being a GPU where there is one."""
+    """The device of that name; ``"auto"`` is a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -394,8 +394,8 @@ def seed_everything(seed: int, *, rank: int = 0) -> None:
     """Seed the generators of Python and torch, on all devices in use."""
     value = derived_seed(seed, rank)
     random.seed(value)
-    # not torch.manual_seed: for every kind of device that was never used, it keeps each call, with
-    # its stack, for the day that it might be, and this is called at every step
+    # not torch.manual_seed: for every unused kind of device, it stores each call, with
+    # its stack, for later use, and this is called at every step
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(value)
@@ -406,28 +406,28 @@ def _open_store(name: str, timeout: timedelta, *, is_host: bool = False) -> Any:
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host, port, is_master=is_host, timeout=timeout, wait_for_workers=False
     )
-    # A restarted job may meet the store of its last attempt, kept by torchrun.
+    # A restarted job may find the store of its last attempt, kept by torchrun.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"qmargin/{attempt}/{name}", store)  # type: ignore[attr-defined]
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception on another rank; printed before what it caused."""
+    """Traceback of an exception on another rank; it is printed before its consequence."""
 
     def __str__(self) -> str:
         return "\n" + str(self.args[0])
 
 
 class Verdict(NamedTuple):
-    """What the ranks agreed on for one step."""
+    """Common state of the ranks for one step."""
 
-    stop: int  # the signal that some rank was asked to stop with, or 0
+    stop: int  # the signal that asked some rank to stop, or 0
     is_finite: bool  # on every rank
     num_corrupt: int  # over all ranks
 
 
 def share(process: Process, numbers: Sequence[int]) -> list[list[int]]:
-    """The numbers of every rank, as many from each, in one collective."""
+    """The same number of values from every rank, in one collective."""
     rows = torch.zeros(process.world, len(numbers), dtype=torch.int64)
     rows[process.rank] = torch.tensor([int(number) for number in numbers])
     gathered: list[list[int]] = process.sum_(rows).tolist()
@@ -479,7 +479,7 @@ def vote(
 
 
 def run_on_all(process: Process, action: Callable[[], T]) -> T:
-    """Run an action, which must not wait for others, on every rank; all go on, or all raise."""
+    """Run an action that does not wait for others on every rank; all continue, or all raise."""
     value, failure, stop = None, None, 0
     try:
         value = action()

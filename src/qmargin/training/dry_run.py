@@ -26,7 +26,7 @@ _REMEDY = "use a smaller data.batch_size, more optimizer.accumulation, more rank
 def estimate_memory(recipe: Recipe, process: Process, dataset: Dataset | None) -> dict[str, int]:
     """Bytes on one rank's device, by purpose; refuses a run that needs more than is free.
 
-    Workspaces of libraries and blocks of the head are not in it: allow for another tenth.
+    Workspaces of libraries and blocks of the head are not included: add a tenth.
     """
     samples = build_dataset(recipe) if dataset is None else dataset
     input_shape = read_sample(samples, 0, seed=recipe.seed, epoch=0).inputs.shape
@@ -90,18 +90,18 @@ def activation_bytes(recipe: Recipe, batch_shape: tuple[int, ...]) -> int:
 
 
 class DryRun(NamedTuple):
-    """What some steps of a recipe took, on this rank."""
+    """Time and memory of some steps of a recipe, on this rank."""
 
     rank: int
-    seconds: list[float]  # of each step; the first has one-time costs in it
+    seconds: list[float]  # of each step; the first includes one-time costs
     losses: list[float]
-    lines: list[str]  # a report for people
+    lines: list[str]  # a report to print
 
 
 def dry_run(
     recipe: Recipe, *, dataset: Dataset | None = None, device: str = "auto", num_steps: int = 2
 ) -> DryRun:
-    """Build everything, take some steps, and say what they took; nothing is written."""
+    """Build everything, take some steps, and report time and memory, without writing files."""
     with start_process_group(recipe.run.timeout_s, device=device) as process:
         available = available_memory(process.device)
         estimate = run_on_all(process, lambda: estimate_memory(recipe, process, dataset))

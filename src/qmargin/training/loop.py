@@ -42,15 +42,13 @@ NUM_SHOWN = 5  # samples that a message names; the journal has all of them
 
 @dataclass(frozen=True)
 class HookState:
-    """What a hook may read; it belongs to the run, so do not change it.
+    """State that a hook may read but not change.
 
     Attributes:
-        step: Steps that have been taken.
-        epoch: Epoch of the next step.
-        recipe: Of the run.
+        step: Number of steps taken. epoch: Epoch of the next step. recipe: Recipe of the run.
         process: This rank: hooks run on every rank, and may use ``process.rank`` to share work.
-        backbone: In evaluation mode, the same on every rank.
-        head: This rank's classes.
+        backbone: The backbone in evaluation mode, the same on every rank. head: The head with this
+            rank's classes.
         average: Moving average of the backbone's weights, if the recipe keeps one.
     """
 
@@ -71,10 +69,9 @@ class Outcome:
     """How a call of ``train`` ended.
 
     Attributes:
-        step: Steps that have been taken; 0 if a signal came while the run was built.
+        step: Number of steps taken; 0 if a signal came while the run was built.
         total_steps: Steps of the whole run; 0 if a signal came while it was built.
-        loss: Of the last step that was taken; NaN if there was none.
-        checkpoint: The newest.
+        loss: Loss of the last step; NaN if there was none. checkpoint: The newest checkpoint.
         num_skipped: Steps of the run that were skipped because something was not finite.
         signal: Number of the signal that stopped the run before its end, or 0.
     """
@@ -105,14 +102,14 @@ def train(
 
     Args:
         recipe: What to train; None for the stored recipe of a run that is resumed.
-        out: Folder of this run alone, on a file system that all ranks share.
-        resume: Continue from the newest complete checkpoint in ``out``, or from one that is named.
-        allow_changes: Resume even if the recipe differs from the stored one in what decides the
-            outcome. Other differences, such as the number of workers, need no permission.
+        out: Folder for this run only, on a file system that all ranks share.
+        resume: Continue from the newest complete checkpoint in ``out``, or from the named one.
+        allow_changes: Resume even if the recipe differs from the stored one in settings that change
+            the outcome. Other differences, such as the number of workers, need no permission.
         hooks: Called every ``recipe.run.validate_every`` steps, and at the end, on every rank.
-        dataset: Instead of the recipe's own data.
+        dataset: Dataset to use instead of the recipe's data.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        trackers: Of ``"tensorboard"`` and ``"wandb"``, those to send numbers to.
+        trackers: Any of ``"tensorboard"`` and ``"wandb"``, to which numbers are sent.
 
     Raises:
         ConfigError: Before step 0: the folder is in use or holds another run, the recipe does not
@@ -160,7 +157,7 @@ def open_run(
     device: str = "auto",
     trackers: Sequence[str] = (),
 ) -> Iterator[Run]:
-    """Build a run and take it down; a signal before the first step raises ``Interrupted``."""
+    """Build a run and close it; a signal before the first step raises ``Interrupted``."""
     folder = Path(out)
     check_trackers(trackers)
     recipe = recipe_to_train(recipe, folder, resume=resume)
@@ -184,7 +181,7 @@ def open_run(
 
 
 def _check_space(session: Session, folder: Path) -> None:
-    """Refuse a disk that the first checkpoint would not fit on."""
+    """Refuse a disk without space for the first checkpoint."""
     if session.process.is_first:
         size = session.process.world * snapshot(session).num_bytes()
         check_writable(folder / CHECKPOINTS, needed_bytes=size)
@@ -194,14 +191,14 @@ def _saver(folder: Path, session: Session) -> AsyncSaver:
     process, keep = session.process, session.recipe.run.keep
     if process.world > 1:
         timeout = timedelta(seconds=process.timeout_s)
-        with process.collective():  # a group of its own: its messages come at any time
+        with process.collective():  # a separate group: its messages come at any time
             group = dist.new_group(backend="gloo", timeout=timeout)
         process = replace(process, control=group, heartbeat=None)
     return AsyncSaver(folder / CHECKPOINTS, process=process, keep=keep)
 
 
 def _announce(session: Session, start: Start, reporter: Reporter) -> None:
-    """Report what runs, where, and from which step on."""
+    """Report recipe, devices and first step."""
     recipe, process, step = session.recipe, session.process, session.progress.step
     reporter.event(
         "start",
@@ -281,7 +278,7 @@ class Run:
     has_room: bool = False  # in host memory, for a background save
 
     def __post_init__(self) -> None:
-        # nothing to do at once after a resume: a run that is complete is left as it is
+        # a complete run is left unchanged
         self.saved_step = self.validated_step = self.step or None
         self.meter = Meter(self.step)
 
@@ -292,13 +289,13 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step was taken, or a signal came."""
+        """Whether the last step is done, or a signal came."""
         return self.step >= self.session.total_steps or self.signal != 0
 
     def go(self) -> Outcome:
-        """Take the steps that are left, and end."""
+        """Take the remaining steps, and finish."""
         if self.session.spikes.factor is not None and self.step == 0:
-            self.save()  # a roll-back needs something to go back to
+            self.save()  # a roll-back needs a checkpoint
         while not self.is_over:
             with self.session.stream() as batches:
                 while not self.is_over and self.next_step(batches):
@@ -338,7 +335,7 @@ class Run:
         samples = _all_of(session.process, result.samples)
         self.reporter.event("skip", step=step, reason=result.skipped, samples=samples)
         if result.skipped == OVERFLOW:
-            return  # how the scale of fp16 finds its value
+            return  # the scale of fp16 adapts by skipped steps
         progress.num_skipped += 1
         more = f" and {len(samples) - NUM_SHOWN} more" if len(samples) > NUM_SHOWN else ""
         shown = ", ".join(samples[:NUM_SHOWN]) + more
@@ -348,7 +345,7 @@ class Run:
         if progress.num_skipped > limit:
             raise DataError(
                 f"{text}; {progress.num_skipped} steps skipped and run.nan_budget allows {limit}, "
-                "look at these samples or lower the learning rate"
+                "check these samples or lower the learning rate"
             )
 
     def advance(self, result: StepResult) -> None:
@@ -356,7 +353,7 @@ class Run:
         session, run = self.session, self.session.recipe.run
         session.progress.step += 1
         self.reporter.moved(self.step, self.meter.eta_s(self.step, session.total_steps))
-        if not self.has_room:  # optimizers have their state now: no later step waits for memory
+        if not self.has_room:  # optimizers have their state by now
             self.saver.reserve(snapshot(session))
             self.has_room = True
         self.signal = result.stop if self.step < session.total_steps else 0
@@ -405,11 +402,11 @@ class Run:
         self.validated_step = self.step
 
     def roll_back(self, loss: float) -> None:
-        """Go back to the weights of the newest checkpoint, and on after the window."""
+        """Restore the weights of the newest checkpoint, and continue after the window."""
         session, progress, spike = self.session, self.session.progress, self.step
         self.note_saved(self.saver.wait())
         checkpoint = agree_on_newest(self.saver.folder, session.process).checkpoint
-        assert checkpoint is not None  # that of step 0, if no other
+        assert checkpoint is not None  # at least that of step 0
         progress.rollbacks.append(checkpoint.step)
         if progress.rollbacks.count(checkpoint.step) > MOST_ROLLBACKS:
             raise DataError(

@@ -1,6 +1,6 @@
 """The loss of a recipe: a registered divergence, margins, reference measures, and a scale.
 
-People write it as it is thought, in any of these forms::
+It can be written in any of these forms::
 
     loss: {preset: arcface, margin: 0.3}
     loss: {divergence: {alpha: 1.25}, margin: [{prior: 0.1}, {angular: 0.05}], scale: 16}
@@ -9,10 +9,10 @@ People write it as it is thought, in any of these forms::
     loss: {preset: q_margin, reference: [{class_prior: {strength: 0.5}}, {quality: 0.33}]}
     loss: {alpha: 1.25, margin_kind: prior, margin: 0.2, scale: 32, options: {}}
 
-All become the last one, with ``divergence``, ``divergence_options``, ``plus`` and ``reference``
-where they are needed: the first margin's main number is ``margin``, the divergence's is ``alpha``,
-and these are what schedules, sweeps and ``--set loss.margin=0.3`` change. References are settings
-by name, as in ``--set loss.reference.quality.strength=0.2``.
+All are converted to the last one, with ``divergence``, ``divergence_options``, ``plus`` and
+``reference`` where needed: the first margin's main number is ``margin``, the divergence's is
+``alpha``, and these are what schedules, sweeps and ``--set loss.margin=0.3`` change. References are
+settings by name, as in ``--set loss.reference.quality.strength=0.2``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LossSettings(NamedTuple):
     strength: float | None = None  # of the first reference; None without one
 
     def as_record(self) -> dict[str, float | None]:
-        """For the journal, without a strength that there is not."""
+        """Values for the journal, without a missing strength."""
         values = self._asdict()
         if self.strength is None:
             del values["strength"]
@@ -70,10 +70,10 @@ class LossSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class LossPart:
-    """A divergence, a margin, a scale and perhaps references, all of them written out.
+    """A divergence, a margin, a scale and optional references, all written out.
 
     A published loss is ``LossPart.from_preset(name)``; files and ``--set`` take ``loss.preset``
-    for it. What is kept are its numbers, so that a record stays true when a preset changes.
+    for it. It stores the numbers, so that a record stays valid when a preset changes.
     """
 
     SHORTHANDS: ClassVar[tuple[str, ...]] = ("preset",)
@@ -122,20 +122,20 @@ class LossPart:
             kind: torch.ones(1) if isinstance(source, str) else read_class_values(source)
             for kind, source in self.class_sources.items()
         }
-        with warnings.catch_warnings():  # a margin out of reach is said when a run builds the loss
+        with warnings.catch_warnings():  # a run warns when it builds the loss
             warnings.simplefilter("ignore", MarginWarning)
             self.build(values=stand_ins, counts=torch.ones(1))
 
     @classmethod
     def from_preset(cls, preset: str, **changes: Any) -> LossPart:
-        """The numbers of a published loss, some of them changed."""
+        """Build from a published loss, with some of its numbers changed."""
         for name in changes:
             check_known(name, [entry.name for entry in fields(cls)], "a setting of the loss")
         return cls(**cls.expand({"preset": preset, **changes}))
 
     @classmethod
     def expand(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields from any way of writing a loss."""
+        """Fields from any form of a loss."""
         found = dict(values)
         if "reference" in found:
             found["reference"] = _read_references(found["reference"] or ())
@@ -164,14 +164,14 @@ class LossPart:
         return None
 
     def with_strength(self, strength: float) -> LossPart:
-        """The same with another main number of the first reference."""
+        """Return a copy with a different main number of the first reference."""
         kind = next(iter(self.reference))
         first = {kind: {**self.reference[kind], _strength_of(kind): strength}}
         return replace(self, reference={**self.reference, **first})
 
     @property
     def order(self) -> float:
-        """Alpha of an alpha-divergence; another divergence is a ``ConfigError``."""
+        """Alpha of an alpha-divergence; any other divergence is a ``ConfigError``."""
         if self.divergence != "alpha" or self.alpha is None:
             raise ConfigError(f"loss.divergence is {self.divergence!r}, which has no alpha")
         return self.alpha
@@ -220,7 +220,7 @@ class LossPart:
 
     @property
     def needs_counts(self) -> bool:
-        """Whether a reference asks for the training samples of each class."""
+        """Whether a reference needs the training samples of each class."""
         makers = map(references.get, self.reference)
         return any(COUNTS in inspect.signature(maker).parameters for maker in makers)
 
@@ -257,7 +257,7 @@ class LossPart:
         *,
         seed: int | None = None,  # of a margin that draws, unless its options have one
         values: Mapping[str, Tensor] | None = None,  # per class, by margin; None to read them
-        keep: Margin | None = None,  # whose parts with state are used again
+        keep: Margin | None = None,  # margin whose stateful parts are reused
     ) -> Margin:
         """The margin, or the sum of margins."""
         if values is None:
@@ -313,7 +313,7 @@ class ScheduledLoss:
             return self.loss
         old = self.loss
         margin = self.part.build_margin(settings.margin, values=self._values, keep=old.margin)
-        with warnings.catch_warnings():  # the numbers at the end were judged when it was built
+        with warnings.catch_warnings():  # the final numbers were checked when it was built
             warnings.simplefilter("ignore", MarginWarning)
             divergence = self.part.build_divergence(settings.alpha)
             reference = old.reference
@@ -386,7 +386,7 @@ def _read_margins(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_references(given: Any) -> dict[str, dict[str, Any]]:
-    """Settings by name from one reference, a list of them, or what this has made."""
+    """Settings by name from one reference, a list of them, or the output of this function."""
     if isinstance(given, Mapping):
         given = [{name: options} for name, options in given.items()]
     found: dict[str, dict[str, Any]] = {}
@@ -417,7 +417,7 @@ def _one_entry(entry: Any, registry: Registry[Any], where: str) -> tuple[str, di
 def _preset_values(preset: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     check_known(str(preset), PRESETS, "preset")
     if "margin_kind" in changes:
-        raise ConfigError(f"preset {preset!r} has a margin of its own; leave margin_kind out")
+        raise ConfigError(f"preset {preset!r} already has a margin; leave margin_kind out")
     loss: MarginLoss = getattr(presets, preset)()
     kind = next(name for name in margins.names() if margins.get(name) is type(loss.margin))
     number = getattr(loss.margin, _number_of(kind))
@@ -427,7 +427,7 @@ def _preset_values(preset: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_registered(name: str, registry: Registry[Any], what: str) -> None:
-    """Refuse a name that is not registered, with the nearest that is, or that cannot be used."""
+    """Refuse an unknown name, suggesting the nearest one, or a name that cannot be used."""
     if name not in registry:
         check_known(name, registry.names(), what)
     try:

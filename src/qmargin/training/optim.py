@@ -28,7 +28,7 @@ class Optimizers:
 
     backbone: torch.optim.Optimizer
     head: torch.optim.Optimizer
-    lr_ratio: float = 1.0  # of the head's learning rate to that of the backbone
+    lr_ratio: float = 1.0  # ratio of the head's learning rate to that of the backbone
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter((self.backbone, self.head))
@@ -40,13 +40,13 @@ class Optimizers:
                 group["lr"] = ratio * lr
 
     def zero_grad(self) -> None:
-        """Drop all gradients, a pending one of the head included."""
+        """Drop all gradients, including a pending one of the head."""
         for optimizer in self:
             optimizer.zero_grad(set_to_none=True)
 
 
 def build_optimizers(recipe: Recipe, backbone: nn.Module, head: MarginClassifier) -> Optimizers:
-    """The optimizers of a recipe, at the learning rate of its peak; both are on their device."""
+    """Build the optimizers of a recipe at its peak learning rate, for models on their device."""
     part, update, ratio = recipe.optimizer, recipe.head.update, recipe.head.lr_ratio
     lr = part.lr * recipe.lr_factor
     if head.gradient != recipe.head.gradient_form:
@@ -80,7 +80,7 @@ def parameter_groups(backbone: nn.Module, part: OptimizerPart) -> list[dict[str,
 def _make(
     part: OptimizerPart, groups: list[dict[str, Any]], lr: float, *, is_sparse: bool = False
 ) -> torch.optim.Optimizer:
-    # On a GPU one kernel for many weights: a host that launches hundreds makes it wait.
+    # On a GPU, one kernel for many weights: hundreds of launches would make it wait.
     is_fused = not is_sparse and all(one.is_cuda for group in groups for one in group["params"])
     if part.kind == "adamw":
         betas = (part.beta1, part.beta2)
@@ -100,9 +100,10 @@ def clip_gradients_(
 ) -> Tensor:
     """Scale all gradients so that their common norm is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, fused gradients included. ``sum_over_shards`` adds over
-    the ranks that share the prototypes; the backbone's gradient is the same on all and counts once.
-    Returns the norm before clipping, in float64. Where it is not finite nothing is scaled.
+    This works like ``torch.nn.utils.clip_grad_norm_``, but includes fused gradients.
+    ``sum_over_shards`` adds over the ranks that share the prototypes; the backbone's gradient is
+    the same on all and counts once. Returns the norm before clipping, in float64. Where it is not
+    finite nothing is scaled.
     """
     squared = _norm(optimizers.backbone).square()
     if with_head:
@@ -143,7 +144,7 @@ def _norm(optimizer: torch.optim.Optimizer) -> Tensor:
 
 @torch.no_grad()
 def stored_norm(optimizer: torch.optim.Optimizer) -> Tensor:
-    """Norm of the gradients that exist, float64; a fused one does not, and is not made for this."""
+    """Norm of the stored gradients, float64, without fused ones."""
     gradients = _gradients(optimizer)
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
@@ -168,7 +169,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, values: Mapping[str, Tensor]) -> None:
-        """Take the next values, ``model.state_dict()``, in."""
+        """Update with the next values, ``model.state_dict()``."""
         self.num_updates += 1
         if not self.tensors:
             # at least float32, where a decay of 0.9999 still moves the average
@@ -233,7 +234,7 @@ def average_checkpoints(checkpoints: Sequence[Checkpoint]) -> dict[str, Tensor]:
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write or replace a safetensors file, which is whole or absent at any time."""
+    """Write or replace a safetensors file atomically."""
     try:
         with replacing(path) as temporary:
             write_tensors(temporary, tensors)
@@ -245,7 +246,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_averages(folder: Path, checkpoints: Sequence[Path], moving: MovingAverage | None) -> None:
-    """Write what there is of weights for later use: mean of checkpoints, moving average."""
+    """Write averaged weights of a run: mean of checkpoints, moving average."""
     if checkpoints:
         average = average_checkpoints([open_checkpoint(path) for path in checkpoints])
         write_weights(folder / AVERAGE, average)

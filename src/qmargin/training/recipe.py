@@ -22,14 +22,14 @@ LONGEST_TIMEOUT_S = 1e7  # 115 days
 
 @dataclass(frozen=True)
 class DataPart:
-    """Samples, and how many of them make a step."""
+    """Samples and batch size."""
 
     kind: str  # a registered name, such as "synthetic", "strokes", "images" or "audio"
     batch_size: int  # of a step over all ranks and accumulated parts
     path: str | None = None  # where the samples are; computed ones have none
     num_classes: int | None = None  # None to count them in the data
     options: Options = field(default_factory=dict, hash=False)  # of the dataset
-    num_workers: int = 0  # loading processes per rank; it changes nothing but speed
+    num_workers: int = 0  # loading processes per rank; it only changes the speed
     max_corrupt: int = 100  # unreadable samples that are replaced before the run stops
     drop_last: bool = True  # the samples at the end of an epoch that do not fill a batch
     index_dir: str | None = None  # folder for the index of the samples; None: beside them
@@ -50,7 +50,7 @@ class DataPart:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the samples are read from a path, and not computed."""
+        """Whether the samples are read from a path instead of computed."""
         return "path" in inspect.signature(datasets.get(self.kind)).parameters
 
 
@@ -70,10 +70,10 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class HeadPart:
-    """How the classifier takes a step; see ``MarginClassifier``."""
+    """Settings of the classifier; see ``MarginClassifier``."""
 
     path: Literal["auto", "sparse", "chunked", "dense", "sampled", "paper"] = "auto"
-    # ExactSGD, SparseSGD (which touches active classes only) or the optimizer of the backbone
+    # ExactSGD, SparseSGD (active classes only) or the optimizer of the backbone
     update: Literal["exact", "sparse", "torch"] = "exact"
     lr_ratio: float = 1.0  # learning rate of the prototypes over that of the backbone
     gradient: Literal["auto", "dense", "sparse", "fused"] = "auto"  # auto: what the update needs
@@ -116,7 +116,7 @@ class OptimizerPart:
     decay_norms: bool = True  # whether biases, norms and other vectors of the backbone decay
     clip_norm: float | None = None  # largest norm of a step's gradient; None not to clip
     clip_head: bool = True  # whether the prototypes' gradient counts and is clipped
-    accumulation: int = 1  # parts into which each rank cuts its share of a batch
+    accumulation: int = 1  # parts into which each rank splits its share of a batch
     base_batch: int | None = None  # every learning rate is multiplied by batch_size / base_batch
 
     def __post_init__(self) -> None:
@@ -160,13 +160,13 @@ class SchedulePart:
 
 @dataclass(frozen=True)
 class ValueSchedule:
-    """A number that moves from ``initial`` to ``final`` between two epochs, counted from 0."""
+    """A number that changes from ``initial`` to ``final`` between two epochs, counted from 0."""
 
     # "exponential" is fast first, as the margin rises in WeSpeaker; "constant" jumps at start_epoch
     kind: Literal["constant", "exponential", "linear"] = "exponential"
     initial: float = 0.0  # until start_epoch
     final: float | None = None  # from end_epoch on; None for the number in the loss part
-    start_epoch: float = 0.0  # full epochs before the move begins; parts may be given
+    start_epoch: float = 0.0  # epochs before the change starts; may be fractional
     end_epoch: float | None = None  # a jump has none
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class ValueSchedule:
 
 @dataclass(frozen=True)
 class PrecisionPart:
-    """Precision of the backbone, its layout, its compiler."""
+    """Precision, memory layout and compilation of the backbone."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     channels_last: bool = False
@@ -197,10 +197,10 @@ class PrecisionPart:
 
 @dataclass(frozen=True)
 class RunPart:
-    """Length of a run, what it writes and what it survives; intervals are in steps."""
+    """Length of a run, its outputs and its tolerance of failures; intervals are in steps."""
 
     epochs: int
-    max_steps: int | None = None  # stop earlier; the schedule stays as it is
+    max_steps: int | None = None  # stop earlier; the schedule does not change
     start_from: str | None = None  # folder of another run, or a checkpoint: weights to start with
     save_every_steps: int = 1000
     keep: int = 3  # newest checkpoints that are kept
@@ -209,9 +209,9 @@ class RunPart:
     ema_decay: float | None = None  # of a moving average of the backbone's weights; None for none
     average_last: int = 0  # checkpoints averaged at the end
     nan_budget: int = 10  # steps that may be skipped because something was not finite
-    timeout_s: float = 600.0  # after which a rank that says nothing counts as lost
-    spike_factor: float | None = None  # roll back when the loss exceeds its recent level by it
-    spike_window: int = 100  # steps that make the recent level, and skipped after a roll-back
+    timeout_s: float = 600.0  # after which a silent rank counts as lost
+    spike_factor: float | None = None  # roll back above this multiple of the recent loss
+    spike_window: int = 100  # steps of the recent level, and steps skipped after a roll-back
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -233,7 +233,7 @@ SCHEDULED = {
     "alpha_schedule": "alpha",
     "reference_schedule": "strength",
 }
-FREE = (  # keys, or the sections above them, that do not decide what a run computes
+FREE = (  # keys, or sections of keys, that do not change the result of a run
     "name",
     "data.num_workers",
     "data.max_corrupt",
@@ -245,7 +245,7 @@ FREE = (  # keys, or the sections above them, that do not decide what a run comp
     "run.nan_budget",
     "run.timeout_s",
 )
-FIXED = (  # with another of these, saved weights and positions would mean something else
+FIXED = (  # keys that cannot change, because saved weights and positions depend on them
     "seed",
     "data.kind",
     "data.num_classes",
@@ -271,20 +271,20 @@ class Recipe:
     ``qmargin.training.recipe_files``.
 
     Args:
-        name: For people; it decides nothing.
+        name: Name to display, without effect on the run.
         data: Samples and batch size.
         model: Backbone.
         loss: Divergence, margin, scale and references.
         optimizer: Rule and learning rate.
-        run: Length, checkpoints and patience.
-        head: How the classifier takes a step.
-        schedule: Of the learning rate.
-        precision: Of the backbone.
-        seed: Of weights, order, augmentation and draws.
-        margin_schedule: Of the margin; None for a constant.
-        scale_schedule: Of the scale.
-        alpha_schedule: Of the order of the divergence.
-        reference_schedule: Of the strength of the first reference.
+        run: Length, checkpoints and tolerance of failures.
+        head: Path and update of the classifier.
+        schedule: Schedule of the learning rate.
+        precision: Precision of the backbone.
+        seed: Seed of weights, order, augmentation and random draws.
+        margin_schedule: Schedule of the margin; None for a constant.
+        scale_schedule: Schedule of the scale.
+        alpha_schedule: Schedule of the order of the divergence.
+        reference_schedule: Schedule of the strength of the first reference.
 
     Examples:
         >>> recipe = Recipe(
@@ -339,7 +339,7 @@ class Recipe:
 
     @property
     def lr_factor(self) -> float:
-        """What every learning rate is multiplied by: 1, or ``batch_size / base_batch``."""
+        """Factor of every learning rate: 1, or ``batch_size / base_batch``."""
         base = self.optimizer.base_batch
         return 1.0 if base is None else self.data.batch_size / base
 
@@ -352,7 +352,7 @@ class Recipe:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def resolved(self) -> Recipe:
-        """The same run with the values written out that follow from others."""
+        """Return the same recipe with derived values filled in."""
         changes: dict[str, Any] = {"schedule": replace(self.schedule, epochs=self.schedule_epochs)}
         for name, target in SCHEDULED.items():
             part = getattr(self, name)
@@ -375,7 +375,7 @@ class Recipe:
         is_plain = optimizer.kind == "sgd" and optimizer.weight_decay == 0.0
         if head.gradient_form == "sparse" and not is_plain:
             raise ConfigError(
-                "head.gradient is 'sparse', which torch takes in sgd without weight_decay only; "
+                "head.gradient is 'sparse', which torch supports in sgd without weight_decay only; "
                 "set head.update to 'sparse' or 'exact'"
             )
 
@@ -423,7 +423,7 @@ def is_under(key: str, sections: tuple[str, ...]) -> bool:
 
 
 def diff(old: Recipe, new: Recipe) -> list[str]:
-    """What differs between two resolved recipes, one line per key, such as ``seed: 0 -> 7``."""
+    """Differences of two resolved recipes, one line per key, such as ``seed: 0 -> 7``."""
     return list(_changes(old, new).values())
 
 
@@ -433,12 +433,12 @@ def check_resume(saved: Recipe, asked: Recipe, *, allow_changes: bool = False) -
     refused = [line for key, line in changes.items() if is_under(key, FIXED)]
     if refused:
         raise ConfigError(
-            f"this run cannot be resumed with {'; '.join(refused)}; undo it, or start another run"
+            f"this run cannot be resumed with {'; '.join(refused)}; undo this, or start a new run"
         )
     altering = [line for key, line in changes.items() if not is_under(key, FREE)]
     if altering and not allow_changes:
         raise ConfigError(
-            f"this run was saved with another recipe: {'; '.join(altering)}; resume without a "
+            f"this run was saved with a different recipe: {'; '.join(altering)}; resume without a "
             "recipe or these settings, or add --allow-changes (in Python allow_changes=True)"
         )
     lines = changes.values()

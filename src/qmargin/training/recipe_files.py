@@ -11,7 +11,7 @@ from qmargin.errors import ConfigError
 from qmargin.training.loss_part import LossPart
 from qmargin.training.recipe import Recipe
 
-_REPLACED = {  # what a form of the loss replaces, besides its own key
+_REPLACED = {  # keys that a form of the loss replaces, besides its own
     "loss.preset": tuple(schema.hints_of(LossPart)),
     "loss.divergence": ("alpha", "divergence_options"),
     "loss.margin": ("margin_kind", "options", "plus"),
@@ -32,7 +32,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def from_dict(values: Any) -> Recipe:
-    """A recipe from dictionaries; what is missing has its default, what is unknown is refused."""
+    """Build a recipe from dictionaries; missing keys have defaults, unknown keys are refused."""
     recipe: Recipe = schema.decode_settings(Recipe, values)
     return recipe
 
@@ -54,8 +54,8 @@ def read_recipe(path: Path | str) -> Recipe:
 def apply_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     """A recipe with settings such as ``loss.margin=0.3``, each of the type of its field.
 
-    All are applied before anything is checked, so that two that belong together may come in any
-    order. ``loss.preset=arcface`` replaces the whole loss, ``loss.margin={prior: 0.1}`` and
+    All are applied before any check, so that dependent settings may come in any order.
+    ``loss.preset=arcface`` replaces the whole loss, ``loss.margin={prior: 0.1}`` and
     ``loss.divergence=jensen_shannon`` a part of it; other settings of the loss change what these
     leave. ``null`` clears an optional value or section, a list is ``[7, 13]``.
 
@@ -69,7 +69,7 @@ def apply_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     values = to_dict(recipe)
     pairs = [schema.split_setting(setting) for setting in settings]
     forms = [pair for pair in pairs if _is_form(*pair)]
-    # A preset first: what else is set of the loss is meant for it.
+    # A preset first: other settings of the loss apply to it.
     for key, text in sorted(forms, key=lambda pair: pair[0] != "loss.preset"):
         name = key.removeprefix("loss.")
         loss = {kept: one for kept, one in values["loss"].items() if kept not in _REPLACED[key]}

@@ -1,4 +1,4 @@
-"""What a run reports, from rank 0: ``journal.jsonl``, ``status.json``, terminal and trackers."""
+"""Reports of a run, from rank 0: ``journal.jsonl``, ``status.json``, terminal and trackers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NUM_SPANS = 30  # of the recent ones, whose median is the speed
 
 
 def read_status(folder: str | Path) -> dict[str, Any]:
-    """The status of the last run in a folder; empty where there is none that can be read."""
+    """The status of the last run in a folder; empty if it cannot be read."""
     try:
         with open_regular(Path(folder) / STATUS) as file:
             found = json.load(file)
@@ -44,7 +44,7 @@ def read_status(folder: str | Path) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as strict JSON has it: numbers that are not finite become texts."""
+    """Convert a value to strict JSON: numbers that are not finite become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -55,7 +55,7 @@ def plain(value: Any) -> Any:
 
 
 class Display:
-    """Writes a line per record and note, for files and job managers; nothing without a stream."""
+    """Write a line per record and note, for files and job managers; nothing without a stream."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
@@ -74,7 +74,7 @@ class Display:
             self._stream.flush()
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 class BarDisplay(Display):
@@ -113,7 +113,7 @@ class BarDisplay(Display):
         self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Stop the bar."""
         self._live.stop()
 
 
@@ -145,7 +145,7 @@ def _settings(record: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds for people, such as ``1:02:05``."""
+    """Seconds as hours, minutes and seconds, such as ``1:02:05``."""
     return "unknown time" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
@@ -178,7 +178,7 @@ class Meter:
             self._pace = seconds / self._span_steps
 
     def eta_s(self, step: int, total_steps: int) -> float | None:
-        """Seconds that the steps that are left take; None before the second step."""
+        """Seconds for the remaining steps; None before the second step."""
         return None if self._pace is None else self._pace * (total_steps - step)
 
     def read(self, step: int, total_steps: int) -> dict[str, float | None]:
@@ -238,11 +238,10 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Reporter:
-    """Reports what happens; a no-op on ranks other than 0.
+    """Report a run's events; no-op on ranks other than 0.
 
-    A run that resumes from a checkpoint continues the journal of that moment. What it wrote
-    after it, and will now do again, is moved to ``journal-abandoned.jsonl``: no step is listed
-    twice, and nothing is lost.
+    A resumed run continues the journal at its checkpoint. Later entries, whose steps are repeated,
+    move to ``journal-abandoned.jsonl``: no step is listed twice, and nothing is lost.
     """
 
     def __init__(self, folder: Path, session: Session, trackers: Sequence[str] = ()) -> None:
@@ -266,7 +265,7 @@ class Reporter:
         self.note, self.moved = self._display.note, self._display.moved
 
     def event(self, name: str, **values: Any) -> None:
-        """Append to the journal; each line reaches the system at once: a kill loses none."""
+        """Append to the journal; each line is flushed at once, so that a kill loses none."""
         if self._journal is not None:
             record = {"event": name, "time": round(time.time(), 3), **values}
             self._journal.write(json.dumps(plain(record), allow_nan=False).encode() + b"\n")
@@ -289,7 +288,7 @@ class Reporter:
         self.status(metrics=dict(metrics))
 
     def status(self, **values: Any) -> None:
-        """Change values of the status; a reader finds the old one or the new one."""
+        """Change values of the status atomically."""
         self._status.update(values)
         if self._journal is None:
             return
@@ -308,7 +307,7 @@ class Reporter:
 
     @contextmanager
     def recording_failures(self) -> Iterator[None]:
-        """Around the run: what ends it is in the journal and in the status."""
+        """Context of the run; record how it ends in journal and status."""
         try:
             yield
         except Interrupted as stop:
@@ -322,7 +321,7 @@ class Reporter:
             raise
 
     def close(self) -> None:
-        """Leave the terminal as it was, and write what is left."""
+        """Restore the terminal, and write pending output."""
         self._display.close()
         for tracker in self._trackers:
             tracker.close()

@@ -1,7 +1,7 @@
 r"""Schedules: values as functions of the step alone, in float64.
 
-``step`` counts optimizer steps from 0 and is the step about to be taken; an epoch has ``E`` of
-them. Nothing here has state, so a resumed run has nothing to restore.
+``step`` counts optimizer steps from 0 and is the next step; an epoch has ``E`` of them. Schedules
+have no state, so a resumed run has nothing to restore.
 
 With :math:`W` the steps of the warm-up, :math:`T` those of the schedule, and progress
 :math:`p = (t - W) / (T - W)` (or :math:`t / T` with ``decay_in_warmup``), kept in [0, 1]:
@@ -84,7 +84,7 @@ def loss_settings(recipe: Recipe, step: int, steps_per_epoch: int) -> LossSettin
 
 
 def unreached(recipe: Recipe, epochs: float) -> list[str]:
-    """What a recipe schedules and a run of this many epochs never does, one sentence each."""
+    """Scheduled changes that a run of this many epochs never reaches, one sentence each."""
     schedule, length = recipe.schedule, f"the run ends after {epochs:.4g} epochs"
     found = []
     if schedule.warmup_epochs > epochs:
@@ -107,7 +107,7 @@ def unreached(recipe: Recipe, epochs: float) -> list[str]:
 
 
 def _unreached_value(name: str, part: ValueSchedule, constant: float, epochs: float) -> list[str]:
-    """The same for one schedule of the loss; proposes a move within the first quarter of a run."""
+    """The same for one schedule of the loss; suggests a change in the first quarter of a run."""
     final = constant if part.final is None else part.final
     start, end = part.start_epoch, part.end_epoch
     last = start if end is None else end

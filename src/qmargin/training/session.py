@@ -1,4 +1,4 @@
-"""Everything a run holds in memory, built from its recipe; and its way to and from checkpoints."""
+"""The state of a run in memory: built from its recipe, saved to and restored from checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from qmargin.training.schedules import unreached
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILED_GRAPHS = 64  # of one backbone's code: sizes, modes, batches that differ
-LOADER_PATIENCE = 0.8  # of the ranks' timeout: who waits for data says so before the others do
+LOADER_PATIENCE = 0.8  # of the ranks' timeout, so that a slow loader is named first
 
 
 class SpikeDetector:
@@ -50,7 +50,7 @@ class SpikeDetector:
         self.losses = deque(losses, maxlen=window)
 
     def is_spike(self, loss: float) -> bool:
-        """Whether the loss of a step is a spike; if it is not, it counts from now on."""
+        """Whether the loss of a step is a spike; if not, add it to the recent losses."""
         if self.factor is None:
             return False
         is_full = len(self.losses) == self.losses.maxlen
@@ -62,7 +62,7 @@ class SpikeDetector:
 
 @dataclass
 class Progress:
-    """How far a run is; equal on every rank."""
+    """Progress of a run; equal on every rank."""
 
     step: int = 0
     num_skipped: int = 0
@@ -99,14 +99,14 @@ class Session:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the host may launch a whole step before it reads any number of it."""
+        """Whether the host may launch a whole step before it reads any result."""
         is_one_gpu = self.process.device.type == "cuda" and self.process.world == 1
-        # a sample of classes is drawn before anything is known, and cannot be drawn again
+        # a sample of classes cannot be drawn again
         return is_one_gpu and self.head.gradient == "fused" and self.head.path.name != "sampled"
 
     @property
     def total_steps(self) -> int:
-        """Steps at whose end the run is complete."""
+        """Total number of steps of the run."""
         run = self.recipe.run
         steps = run.epochs * self.order.steps_per_epoch
         return steps if run.max_steps is None else min(steps, run.max_steps)
@@ -117,16 +117,16 @@ class Session:
 
     @property
     def unreached(self) -> list[str]:
-        """What the recipe schedules and this run never does, see ``schedules.unreached``."""
+        """Scheduled changes that this run never reaches, see ``schedules.unreached``."""
         return unreached(self.recipe, self.total_steps / self.order.steps_per_epoch)
 
     @property
     def epoch(self) -> int:
-        """Epoch of the step about to be taken."""
+        """Epoch of the next step."""
         return self.order.epoch_of(self.progress.step)
 
     def stream(self) -> BatchStream:
-        """Batches of this rank from the step about to be taken."""
+        """Batches of this rank from the next step on."""
         return build_loader(
             self.dataset,
             self.order,
@@ -140,13 +140,13 @@ class Session:
         )
 
     def autocast(self) -> torch.autocast:
-        """Around the backbone."""
+        """Autocast context of the backbone."""
         dtype = DTYPES[self.recipe.precision.dtype]
         is_enabled = dtype != torch.float32
         return torch.autocast(self.process.device.type, dtype=dtype, enabled=is_enabled)
 
     def without_sync(self, is_apart: bool) -> AbstractContextManager[Any]:
-        """Around a part of a batch whose gradient is not the last one to be added."""
+        """Context without gradient exchange, for all but the last part of a batch."""
         if is_apart and isinstance(self.model, DistributedDataParallel):
             return self.model.no_sync()
         return nullcontext()
@@ -161,7 +161,7 @@ class Session:
 
     @torch.no_grad()
     def keep_buffers_(self, *, restore: bool = False) -> None:
-        """Copy running statistics before a step, or undo what a skipped step did to them."""
+        """Copy running statistics before a step, or restore them after a skipped step."""
         for kept, buffers in zip(self._kept, self._buffers, strict=True):
             torch._foreach_copy_(*((buffers, kept) if restore else (kept, buffers)))
 
@@ -173,7 +173,7 @@ def build_session(
     *,
     checkpoint: Checkpoint | None = None,
 ) -> Session:
-    """Build everything, labels checked first, at step 0 or where a checkpoint was saved."""
+    """Check labels, then build everything, at step 0 or at the step of a checkpoint."""
 
     def read() -> tuple[Dataset, GlobalOrder]:
         found = build.build_dataset(recipe) if dataset is None else dataset
@@ -273,7 +273,7 @@ def snapshot(session: Session, *, journal_bytes: int = 0) -> CheckpointState:
 
 
 def restore_(session: Session, checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Put the weights and optimizers of a checkpoint into a session; returns the loop's state."""
+    """Load weights and optimizers of a checkpoint into a session; return the loop's state."""
 
     def load() -> Mapping[str, Any]:
         shard = session.head.shard
@@ -307,7 +307,7 @@ def _load_(session: Session, state: CheckpointState) -> None:
 
 
 def _load_optimizer_(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load momentum and the like; rates and decays stay those of the recipe, which may change."""
+    """Load optimizer state such as momentum; learning rates and decays stay those of the recipe."""
     saved = [
         {**own, "params": group["params"]}  # where a state goes depends on how steps are taken
         for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
@@ -321,8 +321,8 @@ def _load_optimizer_(optimizer: torch.optim.Optimizer, state: dict[str, Any]) ->
 
 
 def _raise_compile_limit() -> None:
-    """Let a process compile a backbone in many sizes, as a search does; the limit is an error."""
-    import torch._dynamo.config as settings  # takes a second, which other runs do not spend
+    """Allow a process to compile a backbone in many sizes, as a search does; torch limits it."""
+    import torch._dynamo.config as settings  # slow to import, and only needed here
 
     name = "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit"
     setattr(settings, name, max(COMPILED_GRAPHS, getattr(settings, name)))  # renamed in torch 2.7

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: once means save and stop, twice means now.
+"""SIGTERM and SIGINT: the first saves and stops, the second stops at once.
 
 Before the first step a signal ends a run at once. After it all ranks vote to save the same step and
 leave with status ``128 + number``. A second signal ends the process at once with the same status,
@@ -21,11 +21,11 @@ from qmargin.errors import ConfigError, RankError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ONE_REQUEST_S = 0.5
-"""Signals closer together than this are one request: launchers tend to pass one on twice."""
+"""Signals closer together than this count once: launchers tend to send one twice."""
 
 
 def exit_status(number: int) -> int:
-    """Status of a run that a signal stopped, as shells count."""
+    """Exit status of a run that a signal stopped, by the convention of shells."""
     return 128 + number
 
 
@@ -38,11 +38,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """Notes the first signal and obeys the second; use it in a ``with`` block, in the main thread.
+    """Record the first signal and exit on the second; for a ``with`` block in the main thread.
 
-    Python runs its handlers between two bytecodes of the main thread, which may never come. What
-    the interpreter writes to its wake-up socket arrives at once; a thread counts signals there. On
-    the second request it calls ``leave`` with the exit status.
+    Python runs its handlers between two bytecodes of the main thread, which may never happen. The
+    interpreter's writes to its wake-up socket arrive at once; a thread counts signals there. On the
+    second request it calls ``leave`` with the exit status.
     """
 
     def __init__(self, leave: Callable[[int], Any] = os._exit) -> None:
@@ -69,7 +69,7 @@ class StopRequest:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
             outer = getattr(handler, "__self__", None)
-            if isinstance(outer, StopRequest):  # it may have more to do than the run that ended
+            if isinstance(outer, StopRequest):  # the process may continue after the run
                 outer.number = outer.number or self.number
         signal.set_wakeup_fd(self._old_fd)
         self._writer.close()  # ends the thread
@@ -83,14 +83,14 @@ class StopRequest:
 
     @contextmanager
     def raising_at_once(self) -> Iterator[None]:
-        """Around work that leaves nothing to save: a signal raises ``Interrupted`` right there."""
+        """Context of work without state to save: a signal raises ``Interrupted`` at once."""
         self._raises_at_once = True
         try:
             self.obey()
             yield
             self.obey()
         except RankError as error:
-            if self.number:  # the same signal stopped the ranks that were lost
+            if self.number:  # the same signal stopped the lost ranks
                 raise Interrupted(self.number) from error
             raise
         finally:
@@ -100,7 +100,7 @@ class StopRequest:
         if self.number == 0:
             self.number = number
         if self._raises_at_once:
-            self._raises_at_once = False  # what cleans up is not interrupted
+            self._raises_at_once = False  # do not interrupt clean-up
             self.obey()
 
     def _count(self) -> None:

@@ -1,4 +1,4 @@
-"""The beginning of a run: its folder, its lock, and the checkpoint it resumes from."""
+"""Start of a run: its folder, its lock, and the checkpoint it resumes from."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class RunLock:
-    """Holds ``folder/lock``, so that no second run writes to the folder. One rank takes it.
+    """Hold ``folder/lock``, so that no second run writes to the folder; one rank holds it.
 
     The system releases the lock when the process ends. On a file system without locks, the owner
-    that the file names decides.
+    named in the file decides.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -53,7 +53,7 @@ class RunLock:
         self.release()
 
     def acquire(self) -> None:
-        """Take the lock, in a folder that is made if it is missing, or refuse."""
+        """Take the lock, or raise; the folder is created if it is missing."""
         self._is_new_folder = not self.path.parent.exists()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,13 +93,13 @@ class RunLock:
             os.register_at_fork(after_in_child=close)
 
     def release(self) -> None:
-        """Give the lock back; without one, do nothing."""
+        """Release the lock, if held."""
         if self._file is not None:
             os.ftruncate(self._file, 0)
             self._close()
 
     def remove_unused(self) -> None:
-        """Remove what a held lock put into a folder that nothing else was written to."""
+        """Remove the lock's files from a folder without other files."""
         folder = self.path.parent
         if self._file is None:
             return
@@ -118,7 +118,7 @@ class RunLock:
 
 
 def _flock(file: int) -> bool | None:
-    """Whether the lock is ours now; None where the system has no such locks."""
+    """Whether this process has the lock; None if the system has no such locks."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -135,7 +135,7 @@ def _flock(file: int) -> bool | None:
 
 
 def _read_owner(file: int) -> dict[str, Any]:
-    """Who the file says holds the lock; empty if it says nothing that can be understood."""
+    """Owner of the lock by the file; empty if the file cannot be read."""
     try:
         owner = json.loads(os.read(file, 4096))
         return {"pid": int(owner["pid"]), "host": str(owner["host"])}
@@ -200,7 +200,7 @@ def stored_recipe(folder: Path, *, resume: bool | str | Path = True) -> Recipe |
 def recipe_to_train(
     recipe: Recipe | None, folder: Path, *, resume: bool | str | Path = False
 ) -> Recipe:
-    """The recipe that was asked for, or the stored one of a resumed run."""
+    """The requested recipe, or the stored one of a resumed run."""
     if recipe is not None:
         return recipe
     if resume is False:
@@ -212,10 +212,10 @@ def recipe_to_train(
 
 
 class Start(NamedTuple):
-    """Where a run begins."""
+    """Starting point of a run."""
 
     checkpoint: Checkpoint | None  # to resume from; None to start at step 0
-    notes: tuple[str, ...] = ()  # for the user: checkpoints passed over, changes of the recipe
+    notes: tuple[str, ...] = ()  # for the user: skipped checkpoints, changes of the recipe
     changes: tuple[str, ...] = ()  # lines of ``recipe.diff``
 
 
@@ -227,7 +227,7 @@ def find_start(
     resume: bool | str | Path = False,
     allow_changes: bool = False,
 ) -> Start:
-    """Decide where to begin, the same on every rank; arguments are those of ``loop.train``."""
+    """Decide where to start, the same on every rank; arguments are those of ``loop.train``."""
     checkpoints = folder / CHECKPOINTS
     if isinstance(resume, bool):
         search = agree_on_newest(checkpoints, process)
@@ -238,7 +238,7 @@ def find_start(
             process, lambda: set_aside(checkpoints, named.step) if process.is_first else []
         )
         search = Search(named, tuple(f"{item.name}: set aside" for item in later))
-    notes = [f"passed over {reason}" for reason in search.skipped]
+    notes = [f"skipped {reason}" for reason in search.skipped]
     if search.checkpoint is None:
         if resume and not allow_changes:
             run_on_all(process, lambda: _check_begun(recipe, folder))
@@ -268,10 +268,10 @@ def _open_named(path: Path, folder: Path, *, check: bool) -> Checkpoint:
 
 
 def _check_begun(recipe: Recipe, folder: Path) -> None:
-    """Refuse to resume a run that left no checkpoint with a recipe other than its own."""
+    """Refuse to resume a run without a checkpoint by a different recipe."""
     begun = read_status(folder).get("recipe_sha256", recipe.sha256)
     if begun != recipe.sha256:
         raise ConfigError(
-            f"the run in {folder} left no checkpoint and had another recipe (sha256 {begun:.12}, "
-            f"now {recipe.sha256:.12}); give its settings, or start anew without --resume"
+            f"the run in {folder} has no checkpoint and had another recipe (sha256 {begun:.12}, "
+            f"now {recipe.sha256:.12}); give its settings, or start again without --resume"
         )

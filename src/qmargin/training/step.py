@@ -1,7 +1,7 @@
 """One training step: read, embed, agree, solve, clip, update.
 
-All ranks take a step or none does. What a rank finds in its own part (an error, a value that is not
-finite, a signal) is put to a vote before the head lets rows of one rank reach the classes of all.
+All ranks take a step or none does. Errors, values that are not finite, and signals of one rank are
+put to a vote before rows of one rank reach the classes of all ranks.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ OVERFLOW = "the scaled gradient overflowed"
 
 @dataclass(frozen=True)
 class StepResult:
-    """What became of a step; equal on every rank, but for the samples."""
+    """Outcome of a step; equal on every rank, except for the samples."""
 
     loss: float = math.nan
     grad_norm: float = math.nan
     gap: float | None = None  # mean over the rows of all ranks, of steps that are recorded
-    skipped: str | None = None  # why nothing was updated
-    samples: tuple[str, ...] = ()  # of this rank: those to blame for a step that was skipped
+    skipped: str | None = None  # reason why the step was skipped
+    samples: tuple[str, ...] = ()  # of this rank: those that caused a skipped step
     replaced: tuple[str, ...] = ()  # of this rank: corrupt ones
     num_corrupt: int = 0
     stop: int = 0
@@ -58,7 +58,7 @@ def take_step(
     stop: int = 0,
     failure: BaseException | None = None,
 ) -> StepResult:
-    """Take the step that the session's progress names; after a ``failure`` all ranks raise."""
+    """Take the next step of the session; after a ``failure`` all ranks raise."""
     prepare_step_(session)
     session.keep_buffers_()
     batch = None
@@ -90,9 +90,9 @@ def take_step(
 def _backpropagate(
     session: Session, batch: Batch, *, speculative: bool = False
 ) -> _Passed | tuple[str, ...] | None:
-    """Loss and gap after forward and backward, part by part; None if the batch has to be repeated.
+    """Loss and gap after forward and backward in parts; None if the batch has to be repeated.
 
-    If a row of any rank is unusable, it is the samples of this rank to blame. A speculative pass
+    If a row of any rank is unusable, it names the samples of this rank. A speculative pass
     launches everything before the host reads a result, so that a GPU does not wait for it. With
     several ranks the host reads first, because rows of one rank reach the classes of all.
     """
@@ -143,7 +143,7 @@ def prepare_step_(session: Session) -> None:
 
 
 def part_sizes(num_rows: int, world: int, parts: int) -> list[list[int]]:
-    """Rows of each rank in each part of a batch, ``[parts][world]``, known to all ranks."""
+    """Number of rows of each rank in each part of a batch, ``[parts][world]``."""
 
     def cut(count: int, parts: int) -> list[int]:
         return [count // parts + (index < count % parts) for index in range(parts)]
@@ -153,7 +153,7 @@ def part_sizes(num_rows: int, world: int, parts: int) -> list[list[int]]:
 
 
 def batch_rows(order: GlobalOrder, step: int) -> int:
-    """Rows of a step over all ranks; fewer than a batch at the end of some epochs."""
+    """Number of rows of a step over all ranks; fewer than a batch at the end of some epochs."""
     return min(order.batch_size, order.n - step % order.steps_per_epoch * order.batch_size)
 
 
@@ -166,7 +166,7 @@ def usable_rows(embeddings: Tensor) -> Tensor:
 
 
 def _embed(session: Session, inputs: Tensor) -> tuple[Tensor, Exception | None]:
-    """Embeddings of a part, or none and what went wrong."""
+    """Embeddings of a part, or None and the error."""
     device = session.process.device
     try:
         inputs = inputs.to(device, non_blocking=True)
@@ -182,7 +182,7 @@ def _embed(session: Session, inputs: Tensor) -> tuple[Tensor, Exception | None]:
 
 
 def _explained(session: Session, error: Exception) -> Exception:
-    """The error, or what to do about it if the compiler raised it."""
+    """The error, with a remedy if the compiler raised it."""
     if not session.recipe.precision.compile:
         return error
     from torch._dynamo.exc import TorchDynamoException
@@ -200,7 +200,7 @@ def _explained(session: Session, error: Exception) -> Exception:
 
 
 def _update(session: Session, result: StepResult, passed: _Passed) -> StepResult:
-    """Clip and step, if every rank's gradient is finite."""
+    """Clip gradients and update weights, if every rank's gradient is finite."""
     optimizers, scaler = session.optimizers, session.scaler
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
@@ -213,7 +213,7 @@ def _update(session: Session, result: StepResult, passed: _Passed) -> StepResult
     result = replace(result, loss=value, grad_norm=size, gap=known)
     if not all_agree(session.process, is_fine_here == 1.0 and math.isfinite(value)):
         if scaler.is_enabled():
-            # set by hand: the prototypes of another rank may be the only ones that overflowed
+            # set explicitly: only the prototypes of another rank may have overflowed
             scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
             if scaler.get_scale() >= 1.0:
                 return _skip(session, replace(result, samples=()), OVERFLOW)
@@ -227,7 +227,7 @@ def _update(session: Session, result: StepResult, passed: _Passed) -> StepResult
 
 
 def _clip(session: Session) -> tuple[Tensor, Tensor]:
-    """Norm of the gradient, without the head's unless asked for; whether all here are finite."""
+    """Norm of the gradient, on request with the head's, and whether it is finite on this rank."""
     part, optimizers = session.recipe.optimizer, session.optimizers
     if part.clip_norm is None:
         norm = stored_norm(optimizers.backbone)

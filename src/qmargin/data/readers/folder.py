@@ -13,7 +13,7 @@ from qmargin.errors import DataError
 from qmargin.registry import register_reader
 
 MAX_DEPTH = 16
-_LOOK_AT = 10_000  # files that decide what a folder holds: not all of 42 million images
+_LOOK_AT = 10_000  # files that decide the kind of a folder, instead of all 42 million images
 _UNREADABLE = (".m4a", ".aac", ".wma", ".webm", ".mp4")
 _PART_NAMES = (
     "train training test testing val valid validation dev devel development eval evaluation holdout"
@@ -66,7 +66,7 @@ def files_below(
 
 
 def _check_no_parts(root: Path, identities: Sequence[str], suffixes: tuple[str, ...]) -> None:
-    """Refuse a path one level too high: folders that are parts of a dataset and no identities."""
+    """Refuse a path one level too high, whose folders are parts of a dataset, not identities."""
 
     def first(name: str) -> str:
         return next(files_below(root, name, suffixes), "")

@@ -56,7 +56,7 @@ def read_rows(path: Path, progress: Progress | None = None) -> Iterator[tuple[in
 
 
 def _lines(path: Path, file: TextIO, progress: Progress | None = None) -> Iterator[str]:
-    """Lines of an open text file; one that is longer than any line of a list is refused."""
+    """Lines of an open text file; lines that are too long for a list are refused."""
     number, seen = 0, 0
     size = os.fstat(file.fileno()).st_size
     while line := file.readline(MAX_LINE):
@@ -79,13 +79,13 @@ def column_of(path: Path, row: dict[str, str], names: Sequence[str]) -> str:
 
 
 def _check_path(place: str, where: str) -> str:
-    """A path of a list, or ``DataError`` for what is none: commands are never run."""
+    """A path of a list; ``DataError`` for anything else, such as commands, which are never run."""
     head, colon, offset = place.rpartition(":")
     reason = None
     if not place:
         reason = "the path is empty; write one"
     elif place.endswith("|") or place.startswith(("|", "pipe:")):
-        reason = f"{place!r} is a command, and lists never start one; list the files it makes"
+        reason = f"{place!r} is a command, which is never run; list the files that it makes"
     elif colon and offset.isdigit() and head.endswith(".ark"):
         reason = f"{place!r} points into a Kaldi archive; extract the samples into files first"
     elif "\0" in place:
@@ -111,8 +111,8 @@ class _ListReader(Reader):
 class ManifestReader(_ListReader):
     """A CSV or TSV file with the columns ``path`` and ``label``, ``identity`` or ``speaker``.
 
-    ``label`` holds an integer, the others a name. A column ``key`` names samples otherwise than by
-    their path; ``split`` can choose rows. Other columns are ignored.
+    ``label`` holds an integer, the others a name. A column ``key`` names samples instead of their
+    path; ``split`` can select rows. Other columns are ignored.
     """
 
     precedence = -3
@@ -169,7 +169,7 @@ def _kind_of(path: Path) -> Kind | None:
     try:
         _, row = next(read_rows(path))
         name = row[column_of(path, row, PATHS)]
-    except (StopIteration, DataError):  # which reading it will show
+    except (StopIteration, DataError):  # reading it will show the problem
         return None
     return next((kind for kind in (IMAGES, RECORDINGS) if kind.is_name(name)), None)
 
@@ -339,7 +339,7 @@ def _lfw(path: Path, extension: str) -> tuple[list[_Pair], NDArray[np.int64] | N
     ]
     if start and len(pairs) != 2 * num_folds * per_fold:
         said = f"its first line promises {num_folds} folds of 2 x {per_fold}"
-        raise DataError(f"{path} has {len(pairs)} pairs and {said}; get it anew")
+        raise DataError(f"{path} has {len(pairs)} pairs and {said}; download it again")
     folds = np.arange(len(pairs)) // (2 * per_fold) if start and num_folds > 1 else None
     return pairs, folds
 

@@ -1,4 +1,4 @@
-"""Arrays of NPZ files: every size is checked against the file before memory is taken for it."""
+"""Arrays of NPZ files: sizes are checked against the file before memory is allocated."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ class NpzFile:
 
 @contextmanager
 def open_npz(path: str | Path) -> Iterator[NpzFile]:
-    """An NPZ file; all that is wrong with one is a ``DataError`` that names it."""
+    """Open an NPZ file; any problem is a ``DataError`` that names it."""
     with open_regular(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
                 yield NpzFile(archive, os.fstat(file.fileno()).st_size)
         except Exception as error:  # damage shows as errors of zlib, struct, zipfile and others
             if isinstance(error, DataError) and str(path) in str(error):
-                raise  # of the reader, about what the arrays hold
+                raise  # raised by the reader, about the content of arrays
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise DataError(f"{path} is not an NPZ file of plain arrays ({reason})") from error
 
@@ -98,12 +98,12 @@ def read_npz(path: str | Path) -> dict[str, NDArray[Any]]:
 
 
 def _check_members(members: list[zipfile.ZipInfo], size: int) -> None:
-    """Refuse what no writer of arrays makes: other files, members that overlap, bombs."""
+    """Refuse other files, overlapping members and decompression bombs."""
     names: set[str] = set()
     for member in members:
         name, packed, unpacked = member.filename, member.compress_size, member.file_size
         if not name.endswith(_SUFFIX):
-            raise DataError(f"the member {name[:60]!r} is no array; give the file of arrays itself")
+            raise DataError(f"the member {name[:60]!r} is not an array; give a file of arrays")
         if name in names:
             raise DataError(f"it has two arrays {name[:60]!r}; write it again")
         names.add(name)

@@ -23,7 +23,7 @@ MAGIC = 0xCED7230A
 MAGIC_BYTES = struct.pack("<I", MAGIC)
 MAX_PART = (1 << 29) - 1
 MAX_LABELS = 4096  # of one record
-MAX_RECORD = 1 << 28  # what claims to be larger is damaged
+MAX_RECORD = 1 << 28  # larger sizes in headers count as damage
 _HEAD = struct.Struct("<II")  # magic, flag << 29 | length
 _LABEL = struct.Struct("<IfQQ")  # flag, label, id, second id
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
@@ -45,7 +45,7 @@ class Record(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """What a record holds: labels, and where its image begins."""
+    """Content of a record: labels, and the start of its image."""
 
     flag: int
     label: float
@@ -60,7 +60,7 @@ def scan_records(file: BinaryIO, *, name: str, size: int) -> Iterator[Record]:
         nonlocal window, base
         if position + count > base + len(window):
             file.seek(position)
-            wanted = min(max(count, _WINDOW), size - position)  # memory for what is there
+            wanted = min(max(count, _WINDOW), size - position)  # memory only for existing bytes
             window, base = memoryview(file.read(max(0, wanted))), position
         return window[position - base : position - base + count]
 
@@ -235,7 +235,7 @@ class RecordReader(Reader):
             return None
         found = path.with_suffix(".rec") if path.suffix.lower() == ".idx" else path
         if not found.exists():
-            raise DataError(f"{found} does not exist; {path.name} is of no use without it")
+            raise DataError(f"{found} does not exist; {path.name} needs it")
         return Found(self, found, IMAGES)
 
     def files(self, scan: Scan) -> list[Path]:
@@ -335,7 +335,7 @@ def _numbered(path: Path, file: BinaryIO, size: int) -> Iterator[tuple[int, Reco
 
 
 def _num_classes(path: Path, found: int) -> int:
-    """Number of identities: what ``property`` says, if anything."""
+    """Number of identities in the file ``property``, if given."""
     about = path.with_name("property")
     if not about.is_file():
         return found

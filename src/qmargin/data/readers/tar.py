@@ -77,7 +77,7 @@ def tar_members(file: BinaryIO, *, name: str, max_size: int) -> Iterator[Member]
 
 
 def _checked_size(header: bytes, where: str) -> int:
-    """The size that a header says, once its checksum is right."""
+    """The size in a header, after a check of its checksum."""
     if header[:2] == b"\x1f\x8b" or header[:3] in (b"BZh", b"(\xb5/"):
         raise DataError(f"{where}: the archive is compressed; decompress it, samples are at random")
     if len(header) < _BLOCK:
@@ -233,25 +233,25 @@ def _shards(scan: Scan) -> list[tuple[str | None, Path]]:
     names = [(row, line.strip()) for row, line in enumerate(lines, start=1) if line.strip()]
     for row, name in names:
         if not name.endswith(".tar"):
-            raise DataError(f"{path}, line {row}: {name!r} is no .tar; list tars, not compressed")
+            raise DataError(f"{path}, line {row}: {name!r} is not a .tar; list uncompressed tars")
     return [(name, scan.folder / name) for _, name in names]
 
 
 def _kind_of(tar: Path) -> Kind | None:
-    """What the first members of a tar are."""
+    """Kind of the first members of a tar."""
     try:
         with open_regular(tar) as file:
             members = tar_members(file, name=str(tar), max_size=RECORDINGS.max_bytes)
             return kind_of(member.name for member in islice(members, _LOOK_AT))
     except (DataError, OSError):
-        return None  # reading it shows what is wrong
+        return None  # reading it reports the problem
 
 
 def _groups(file: BinaryIO, shard: Path, kind: Kind) -> Iterator[tuple[str, _Group]]:
     """Members by key, in order; the members of a sample are usually next to each other.
 
     A key is a name up to the first dot of its last part, as in WebDataset; of recordings, up to
-    the last dot. What is incomplete waits for the rest of the archive.
+    the last dot. Incomplete samples wait for the rest of the archive.
     """
     waiting: dict[str, _Group] = {}
     current, group = "", _Group()
@@ -260,7 +260,7 @@ def _groups(file: BinaryIO, shard: Path, kind: Kind) -> Iterator[tuple[str, _Gro
         split = base.rpartition if kind is RECORDINGS else base.partition
         stem, dot, extension = split(".")
         if not stem or not dot:
-            continue  # hidden files and files that are no part of a sample
+            continue  # hidden files and files outside samples
         key, extension = folder + slash + stem, extension.lower()
         if key != current:
             if _label_member(group) is not None and _content(group, kind, "") is not None:

@@ -1,8 +1,8 @@
-"""Verification sets in ``.bin`` files, which are pickles: read without running anything in them.
+"""Verification sets in ``.bin`` files, which are pickles: read without running code.
 
 A pickle is a program that may call any function. Before it runs, every opcode has to be one of
 those for bytes, numbers, lists and tuples, and every length is compared with the bytes that are
-there. Names are not imported: those of a short table stand for ways to make bytes and arrays.
+there. Names are not imported: a short table maps names to ways of making bytes and arrays.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _check_opcodes(data: bytes) -> None:
 
 
 class _Array:
-    """Stands for a ``numpy.ndarray``: images and labels are flat."""
+    """Stand-in for a ``numpy.ndarray``: images and labels are flat."""
 
     __slots__ = ("kind", "raw")
 
@@ -67,14 +67,14 @@ class _Array:
         _, _, self.kind, _, self.raw = state
 
     def values(self) -> NDArray[Any]:
-        """The values; ``DataError`` where its parts are not what they should be."""
+        """Return the values; ``DataError`` if its parts have unexpected types."""
         if not isinstance(self.kind, _Kind) or not isinstance(self.raw, str | bytes | bytearray):
             raise DataError(f"it has an array of a {type(self.raw).__name__}; bytes are expected")
         return np.frombuffer(_as_bytes(self.raw), dtype=self.kind.name)
 
 
 class _Kind:
-    """Stands for a ``numpy.dtype``, whose state says nothing new."""
+    """Stand-in for a ``numpy.dtype``, whose state is ignored."""
 
     __slots__ = ("name",)
 
@@ -94,7 +94,7 @@ def _as_bytes(content: str | bytes | bytearray) -> bytes:
 
 
 def _shown(value: Any) -> str:
-    """A value for messages; not what it holds unless it is a text or a number."""
+    """A value for messages; only texts and numbers show their content."""
     return str(value)[:40] if isinstance(value, str | bytes | int | float) else type(value).__name__
 
 
@@ -106,10 +106,10 @@ class _Unpickler(pickle.Unpickler):
         self._left = _MOST_TIMES * len(data) + _ALWAYS  # bytes that may still be made
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for, which is never looked up."""
+        """Stand-in for a name, which is never imported."""
         full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
         makers: dict[str, Callable[..., Any]] = {
-            "_codecs.encode": lambda *given: self._encoded(*given),  # as Python 2 reads bytes
+            "_codecs.encode": lambda *given: self._encoded(*given),  # as for bytes of Python 2
             "builtins.bytearray": lambda *given: self._encoded(*given),
             "__builtin__.bytearray": lambda *given: self._encoded(*given),
             "numpy.dtype": lambda *given: _Kind(*given),
@@ -120,7 +120,7 @@ class _Unpickler(pickle.Unpickler):
         }
         if full not in makers:
             found = f"it names {module}.{name}"[:120]
-            raise DataError(f"{found}, which a set has no use for; do not open it with other tools")
+            raise DataError(f"{found}, which a set does not need; do not open it with other tools")
         return makers[full]
 
     def _encoded(self, given: Any = b"", encoding: Any = "latin1") -> bytes:
@@ -136,12 +136,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_bin(path: str | Path) -> tuple[list[bytes], NDArray[np.bool_]]:
-    """Read the encoded images of a verification set, and which pairs show one person.
+    """Read the encoded images of a verification set, and whether each pair shows one person.
 
     Reads ``.bin`` files, written by Python 2 or 3, and the ``.npz`` files of ``convert_bin``.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
 
     Returns:
         ``2 n`` encoded images, pair ``i`` being images ``2 i`` and ``2 i + 1``, and ``[n]``.

@@ -1,1 +1,1 @@
-"""Benchmarks, one kind per file: what is compared, how scores come about, what is measured."""
+"""Evaluation protocols, one kind per file: which pairs, which scores, which measures."""

@@ -2,8 +2,8 @@
 
 Operating points are exact at any number of samples, see ``evaluate_all_pairs``. Intervals come from
 drawing identities with replacement: the weight of a replicate is known without counting, and only
-the largest impostors have to be looked at. Where even these are too many to hold, rates that need
-more of them come from a random sample of the impostor pairs.
+the largest impostor scores are needed. If these do not fit into memory, rates that need more of
+them come from a random sample of the impostor pairs.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ from qmargin.metrics.normalise import Moments
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 GRID_POINTS = 12
-EASY_IDENTITIES, EASY_ROWS = 64, 640  # among which easy pairs are looked for
+EASY_IDENTITIES, EASY_ROWS = 64, 640  # among which easy pairs are searched
 SPLITS = ("train", "test")  # folders of a divided dataset, not of two identities
-FIRST_TAIL = 1.5  # times the largest rate that is asked for: longer tails are rarely needed
+FIRST_TAIL = 1.5  # times the largest requested rate: longer tails are rarely needed
 LEAST_TAIL = 1e-4  # of the impostors
 MAX_ROWS = 10_240  # embeddings whose pairs are all held at once, in about two gigabytes
 MAX_TAIL = 1 << 23  # largest impostors that are held of more embeddings
@@ -194,8 +194,8 @@ def identities_of(keys: Sequence[str], mapping: Mapping[str, str] | None = None)
     folders = {part[0] for part in parts}
     if folders.issuperset(SPLITS):
         raise DataError(
-            f"{' and '.join(SPLITS)} are among the {len(folders)} first folders and would be taken "
-            "for identities: use the samples of one of them, or give --identities FILE"
+            f"{' and '.join(SPLITS)} are among the {len(folders)} first folders and would count as "
+            "identities: use the samples of one of them, or give --identities FILE"
         )
     return tuple(part[0] for part in parts)
 
@@ -306,7 +306,7 @@ def measure_lists(
         rates = rate_of(false_accepts, impostors), rate_of(false_rejects, genuine)
         rows.append(group_row(name, *rates))
     nothing = GroupSpread(None, None, None)
-    note = "lists of pairs, which overlap: how far their rates differ is not a bias"
+    note = "lists of pairs overlap: a difference of their rates is not a bias"
     return GroupAudit(point.threshold, point.far_target, tuple(rows), nothing, note)
 
 
@@ -479,7 +479,7 @@ def bootstrap_many_pairs(
         )
         tail = _tail_of(genuine, drawn, samples)
         sampled = _points(tail, rows, num_samples, far, is_sample=True)
-        assert sampled is not None  # the tail is all there is
+        assert sampled is not None  # the tail has all impostors
         others = sampled
     tar = np.empty((num_replicates, len(rates)))
     tar[:, place[: len(near.fars)]] = np.stack([point.tar for point in points])
@@ -545,9 +545,9 @@ def _points(
     *,
     is_sample: bool = False,
 ) -> list[Point] | None:
-    """Every replicate, or None where an answer may lie below the tail.
+    """Every replicate, or None if a threshold may lie below the tail.
 
-    The impostors of the tail stand for all of them where they are a sample.
+    If the impostors of the tail are a sample, they represent all of them.
     """
     points: list[Point] = []
     for row in rows:

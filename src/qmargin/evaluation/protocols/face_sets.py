@@ -52,7 +52,7 @@ class VerificationSet:
         return tuple(f"{number:06d}" for number in self.numbers)
 
     def images(self, size: int = IMAGE_SIZE) -> Images:
-        """The pictures as a model takes them."""
+        """The pictures as inputs of a model."""
         return decoded_images(self.pictures.__getitem__, len(self.pictures), size)
 
 
@@ -75,7 +75,7 @@ def read_verification_set(path: str | Path) -> VerificationSet:
 
 @dataclass(frozen=True)
 class PairFeatures:
-    """What a set is scored with."""
+    """Features with which a set is scored."""
 
     unit: Floats  # features of the pictures, each of length 1, [n, d]
     norms: Floats  # mean length of a picture's raw embeddings, [n]

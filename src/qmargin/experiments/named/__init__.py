@@ -1,6 +1,6 @@
 """Named experiments, a module each: the demo, and the comparisons whose results are documented.
 
-This module has what they share: the losses, the recipe of drawings, and the way to find them.
+This module has the shared parts: the losses, the recipe of drawings, and the lookup by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qmargin.registry import experiments
 from qmargin.schema import Option
 from qmargin.training import recipe
 
-LR_RATIO = 20.0  # of prototypes to network: with one rate for both every loss is worse
+LR_RATIO = 20.0  # prototypes to network: with equal rates every loss is worse
 EPSILON = 1e-12  # of AdamW, far below the gradient of the smallest scale
 SAMPLE_RATE = 0.1  # of the classes, in the baseline that samples negatives
 MARGIN_KINDS = {
@@ -35,7 +35,7 @@ Grid = Mapping[str, Sequence[Setting]]
 
 
 class Size(NamedTuple):
-    """How much is trained and tested on synthetic identities."""
+    """Size of training and test sets of synthetic identities."""
 
     kind: str = "strokes"  # or "people" or "voices"
     num_classes: int = 1000
@@ -94,7 +94,7 @@ def drawn_recipe(
     """The recipe of every loss on drawn identities; ``data_seed`` fixes them for all runs.
 
     AdamW, because its steps do not depend on the scale of the gradient: scales of the losses differ
-    by more than ten, and the same learning rates have to serve all of them.
+    by a factor of more than ten, and all of them share the learning rates.
     """
     network: dict[str, Option] = {"width": size.width, "depth": size.depth}
     if size.kind == "people":
@@ -115,7 +115,7 @@ def drawn_recipe(
             batch_size=size.batch_size,
             num_classes=size.num_classes,
             options=drawn,
-            num_workers=0,  # runs side by side leave no cores for them
+            num_workers=0,  # parallel runs leave no cores for them
         ),
         model=recipe.ModelPart(size.network, embedding_dim=size.embedding_dim, options=network),
         loss=recipe.LossPart(1.0, "angular", 0.1, 16.0),
@@ -170,7 +170,7 @@ def setting_point(setting: Setting) -> Point:
 
 
 def loss_arm(name: str, points: Sequence[Setting]) -> Arm:
-    """A loss with settings to choose from, or one."""
+    """A loss with settings to search, or with fixed ones."""
     settings = (f"loss.margin_kind={MARGIN_KINDS[name]}",)
     return Arm(TITLES[name], settings, points=tuple(map(setting_point, points)))
 
@@ -190,9 +190,9 @@ def grid_arms(grid: Grid, *, sampled: bool = True) -> dict[str, Arm]:
 
 
 def needed(data: Path | None, name: str) -> Path:
-    """The path of an experiment that reads its data."""
+    """Return the path of the data; raise if it is missing."""
     if data is None:
-        raise ConfigError(f"{name} reads its data; say where they are with --data PATH")
+        raise ConfigError(f"{name} reads its data from a path; give it with --data PATH")
     return data.resolve()
 
 
@@ -200,7 +200,7 @@ def get_experiment(name: str, *, device: str = "cpu", data: Path | None = None) 
     """An experiment by its name; the device, ``cpu`` or ``cuda``, decides the size of the demo."""
     made: Experiment = experiments.get(name)(device, data)
     if data is not None and isinstance(made.world, Made):
-        raise ConfigError(f"{name} makes its own data; leave --data out")
+        raise ConfigError(f"{name} generates its data; leave --data out")
     return made
 
 

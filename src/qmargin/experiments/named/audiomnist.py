@@ -27,8 +27,8 @@ SCALED = ("run.epochs", "schedule.warmup_epochs")  # settings that follow the nu
 def speech_recipe(epochs: int) -> Recipe:
     """The recipe of small collections of recordings, its schedule in proportion, with AdamW.
 
-    By SGD at one learning rate, losses of large scales hardly learned while that of the smallest
-    did: updates are those of the demo, whose steps do not depend on the scale.
+    With SGD and a common learning rate, losses with large scales hardly learned while the one with
+    the smallest did. The updates of the demo, used here, do not depend on the scale.
     """
     made, strokes = get_recipe("audiomnist_r34_arcface"), drawn_recipe(SIZES["cpu"])
     share = epochs / made.run.epochs

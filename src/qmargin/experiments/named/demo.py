@@ -1,4 +1,4 @@
-"""The demo: five losses on synthetic identities, as long as a few minutes allow."""
+"""The demo: five losses on synthetic identities in a few minutes."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SECONDS_BESIDES = 25.0  # start, drawing of samples, report
 SECONDS_PER_TEST = 8.0  # embeddings and all pairs of one loss
 NUM_SPOKEN = 4  # utterances that are timed
 MOST_EPOCHS = 200
-NUM_TIMED = 8  # steps that are tried before the length is decided
+NUM_TIMED = 8  # steps that are timed before the length is decided
 DATA_NOTE = (
     "The settings of the losses were chosen on synthetic people, not on these pictures; with "
-    "settings of their own another loss may be ahead."
+    "settings chosen on them, a different loss may be ahead."
 )
-# What `demo-search` and, for people on a GPU, `strokes-10k` chose.
+# Settings chosen by `demo-search` and, for people on a GPU, by `strokes-10k`.
 _PEOPLE: dict[str, dict[str, Setting]] = {
     "cpu": {
         "arcface": (1.0, 12.0, 0.3),
@@ -60,7 +60,7 @@ _PEOPLE: dict[str, dict[str, Setting]] = {
         "q_margin": (1.25, 4.4, 0.4),
     },
 }
-# What `voices-search` chose on a CPU.
+# Settings chosen by `voices-search` on a CPU.
 _VOICES: dict[str, Setting] = {
     "arcface": (1.0, 16.0, 0.3),
     "cosface": (1.0, 12.0, 0.2),
@@ -69,7 +69,7 @@ _VOICES: dict[str, Setting] = {
     "q_margin": (1.25, 5.5, 0.3),
 }
 DEMO_SETTINGS = {"people": _PEOPLE, "voices": {"cpu": _VOICES, "cuda": _VOICES}}
-# Eighteen of each loss, around where it is good and at the paper's settings.
+# Eighteen settings of each loss, around good ones and at the paper's settings.
 DEMO_GRID: Grid = {
     "arcface": (
         *((1.0, 8.0, m) for m in (0.1, 0.2, 0.3)),
@@ -157,13 +157,13 @@ def demo_voices(device: str = "cpu", data: Path | None = None) -> Experiment:
 
 @register_experiment("demo-search")
 def demo_search(device: str = "cpu", data: Path | None = None) -> Experiment:
-    """How the settings of the demo on a CPU were chosen."""
+    """The search that chose the settings of the demo on a CPU."""
     return _search("demo-search", PEOPLE_SIZES["cpu"], DEMO_GRID, num_seeds=2)
 
 
 @register_experiment("voices-search")
 def voices_search(device: str = "cpu", data: Path | None = None) -> Experiment:
-    """How the settings of the demo on voices were chosen."""
+    """The search that chose the settings of the demo on voices."""
     return _search("voices-search", VOICE_SIZES["cpu"], VOICE_GRID, num_seeds=1)
 
 
@@ -180,7 +180,7 @@ def _search(name: str, size: Size, grid: Grid, *, num_seeds: int) -> Experiment:
 
 
 def settings_of(kind: str, device: str) -> dict[str, Setting]:
-    """Settings of the losses; those of people for any pictures."""
+    """Settings of the losses; pictures use those of people."""
     return DEMO_SETTINGS.get(kind, _PEOPLE)[device]
 
 
@@ -195,7 +195,7 @@ def run_demo(
     data: Path | None = None,
     command: str = "qmargin demo",
 ) -> Finished:
-    """Train and test what is missing of the demo in a folder, and write the report.
+    """Train and test the missing runs of a demo in a folder, and write the report.
 
     ``minutes`` are for all five losses with one seed; None for the standard length. ``voices`` are
     synthetic speech and ``data`` are pictures instead of synthetic people, see ``read_pictures``.
@@ -216,7 +216,7 @@ def run_demo(
     )
     made = made.with_arms(losses) if losses else made
     length, usual = (f"{one.epochs} epoch{'s' * (one.epochs > 1)}" for one in (size, standard))
-    if data is not None:  # whose epochs are as long as there are pictures
+    if data is not None:  # the number of pictures sets the length of epochs
         length, usual = (f"{one.total_steps:,} steps each" for one in (size, standard))
     text = f"{len(made.arms)} loss{'es' * (len(made.arms) > 1)}, {seeds} seed{'s' * (seeds > 1)}, "
     text += f"{length}, on {kind}"
@@ -234,7 +234,7 @@ def run_demo(
 
 
 class Pace(NamedTuple):
-    """How fast a machine is."""
+    """Measured speed of a machine."""
 
     step: float  # seconds of a step
     speech: float  # seconds to synthesise all speech
@@ -245,13 +245,13 @@ class Pace(NamedTuple):
         return SECONDS_BESIDES + self.speech + rounds * each
 
     def share_of_training(self, size: Size) -> float:
-        """Of the time of a run; the rest is its test."""
+        """Share of training in the time of a run; the rest is its test."""
         seconds = size.total_steps * self.step
         return seconds / (seconds + SECONDS_PER_TEST)
 
 
 def jobs_on(device: str, num_runs: int) -> int:
-    """Runs at once: threads of one training wait for each other, and for whatever else runs."""
+    """Parallel runs: one per core, because threads of one run wait for each other."""
     return min(num_runs, num_cores()) if device == "cpu" else 1
 
 
@@ -260,7 +260,7 @@ def find_size(
 ) -> tuple[Size, float | None, Pace | None]:
     """The size of the demo in its folder, or of a new one, and the minutes it was planned for.
 
-    The pace of the machine is that of a new one; None for one that is continued.
+    The pace of the machine is measured for a new demo; None for one that is continued.
     """
     details = (read_record(out) or {}).get("details", {})
     epochs, planned = details.get("epochs"), details.get("minutes")
@@ -271,7 +271,7 @@ def find_size(
         threads, rounds = max(1, num_cores() // jobs), -(-num_losses // jobs)
         times = step_times(standard, device, num_threads=threads)
         pace = Pace(statistics.median(times), seconds_of_speech(standard))
-        # By the fastest step: a machine that is busy just now trains as long as an idle one.
+        # By the fastest step, so that a busy machine gets the same length as an idle one.
         size = fitted(standard, min(times), minutes=minutes, rounds=rounds, speech=pace.speech)
         return size, minutes, pace
     if minutes is not None and minutes != planned:
@@ -299,7 +299,7 @@ def fitted(
 
 
 def seconds_of_speech(size: Size) -> float:
-    """To synthesise all utterances with all cores; none for pictures."""
+    """Seconds to synthesise all utterances with all cores; zero for pictures."""
     if size.kind != "voices":
         return 0.0
     from qmargin.data.voices import Voices
@@ -320,7 +320,7 @@ def step_times(size: Size, device: str, *, num_threads: int) -> list[float]:
 
     from qmargin.training.dry_run import dry_run
 
-    if size.kind == "voices":  # a batch that is spoken once: only its first step waits for that
+    if size.kind == "voices":  # a batch is synthesised once, before its first step
         few = size._replace(num_classes=size.batch_size // 2, samples_per_class=2)
     else:
         samples = max(2, -(-NUM_TIMED * size.batch_size // size.num_classes))  # for all steps

@@ -1,8 +1,8 @@
-"""The settings that every loss tries in a study: as many of each, over the same region.
+"""The settings that every loss tries in a study: the same number, over the same region.
 
 A setting has a hardness of the negatives (which decides the scale), a margin and an update of the
-weights. Each hardness meets each margin once, and each update as often as the others, so that
-twenty settings stand for all eighty. Q-Margin has a reach in the place of the margin, and with each
+weights. Each hardness is combined with each margin once, and with each update equally often, so
+that twenty settings represent all eighty. Q-Margin has a reach instead of the margin, and with each
 hardness the alphas that have such a reach.
 """
 
@@ -20,7 +20,7 @@ from qmargin.losses.hardness import scale_of_hardness
 from qmargin.report.systems import Primary
 from qmargin.training.recipe import Recipe
 
-# Six runs of each of these are tested, and three of the others.
+# Arms with six tested runs; the others have three.
 COMPARED = ("arcface", "cosface", "q_margin")
 SEEDS = tuple(range(6))
 SEEDS_OF_OTHERS = tuple(range(3))
@@ -29,7 +29,7 @@ MEASURE = "tar@0.0001"  # by which settings are chosen, where the pairs allow it
 FINALISTS = 2  # settings of each loss that are trained by the full recipe before one is chosen
 REPLICATES = 400  # of the bootstrap: what intervals take from it is a variance
 LEVELS = (0.45, 0.58, 0.71, 0.84, 0.97)  # of hardness, as shares of that of the nearest class
-REACHES = (0.3, 1.2)  # least and most, where a gap of no margin is not larger
+REACHES = (0.3, 1.2)  # least and most, unless the gap without a margin is larger
 MARGINS: dict[str, tuple[float, ...]] = {
     "arcface": (0.05, 0.2, 0.35, 0.5),
     "cosface": (0.1, 0.25, 0.4, 0.6),
@@ -42,14 +42,14 @@ MARGINS: dict[str, tuple[float, ...]] = {
 ALPHAS: dict[str, tuple[float, ...]] = {"entmax": (1.25, 1.5), "sparsemax": (2.0,)}
 Q_MARGIN_ALPHAS = (1.1, 1.25, 1.5)
 LOSSES = (*COMPARED, "entmax", "sparsemax", "adaface", "magface", "sampled")
-MORE = (1.02, 1.25)  # times the reach of no margin: at least, and up to, where that is large
+MORE = (1.02, 1.25)  # times the reach without a margin: least, and most if that is large
 RATES = (0.1, 0.3)  # of classes that a step of ArcFace samples
 SAMPLED = "ArcFace, sampled classes"
 MAGFACE_RISE = 0.35  # from the margin of the shortest embeddings to that of the longest
 MAGFACE_NORMS = (10.0, 110.0)  # as published, for 512 dimensions
 PUBLISHED_DIM = 512
 
-# The optimizer of the paper, as in its recipes of faces, beside AdamW as in those of drawings.
+# The paper's optimizer, as in its recipes for faces, and AdamW as in those for drawings.
 SGD = {
     "optimizer.kind": "sgd",
     "optimizer.lr": "0.1",
@@ -74,7 +74,7 @@ def study_recipe(recipe: Recipe) -> Recipe:
 
 
 def study_points(name: str, classes: int, dim: int) -> tuple[Point, ...]:
-    """The settings of a loss; the nearest class is that which one of all classes exceeds.
+    """Settings of a loss; the nearest class is at the cosine that one of all classes exceeds.
 
     Examples:
         >>> points = study_points("cosface", 10_000, 128)
@@ -104,7 +104,7 @@ def study_points(name: str, classes: int, dim: int) -> tuple[Point, ...]:
 def _alpha_and_reach(
     level: float, turn: int, column: int, classes: int, dim: int
 ) -> tuple[float, float]:
-    """Of the two sparsest alphas by turns, and from the least reach to the largest."""
+    """Settings of the two sparsest alphas in turn, from the smallest reach to the largest."""
     low, high = REACHES
     least = {
         alpha: 1.0

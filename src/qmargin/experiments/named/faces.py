@@ -1,4 +1,4 @@
-"""Real faces: any folder with a folder per person, to train on, and another one to test."""
+"""Real faces: a training folder and a test folder, each with a folder per person."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from qmargin.experiments.worlds import Stored
 from qmargin.registry import register_experiment
 from qmargin.training.recipe import PrecisionPart, SchedulePart
 
-# Where the authors or the paper advise to start; on collections of five thousand people none of
-# them was searched.
+# Starting points of the authors or the paper; none was searched on sets of five thousand people.
 SETTINGS: Grid = {
     "arcface": ((1.0, 64.0, 0.5),),
     "cosface": ((1.0, 64.0, 0.35),),
@@ -20,9 +19,9 @@ SETTINGS: Grid = {
     "sparsemax": ((2.0, 1.9, 0.2),),
     "q_margin": ((1.25, 32.0, 0.2),),
 }
-BUDGET = 800_000  # pictures that a run reads in all: five of them in half an hour on one GPU
+BUDGET = 800_000  # pictures that a run reads in total: five runs take half an hour on one GPU
 BATCH = 512
-LR_RATIO = 10.0  # of prototypes to network: sparse losses learn them too slowly at one rate
+LR_RATIO = 10.0  # prototypes to network: sparse losses need faster prototypes
 NUM_WORKERS = 8  # that decode
 
 

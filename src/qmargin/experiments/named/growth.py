@@ -1,4 +1,4 @@
-"""How the number of training identities changes what a network tells apart."""
+"""Effect of the number of training identities on verification."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from qmargin.registry import register_experiment
 
 SIZE = Size(num_classes=6368, epochs=12, batch_size=512, network="stroke_resnet", width=64, depth=2)
 
-DISTINCT = 0.5  # characters are alike if their halves are as alike as those of a typical one
+DISTINCT = 0.5  # two characters count as alike if they correlate like halves of a typical one
 
 
 @register_experiment("omniglot")

@@ -45,7 +45,7 @@ def people_10k(device: str = "cuda", data: Path | None = None) -> Experiment:
 
 @register_experiment("people-10k-flips")
 def people_10k_flips(device: str = "cuda", data: Path | None = None) -> Experiment:
-    """The same people; a tenth of the training portraits show somebody else."""
+    """The same people; a tenth of the training portraits show another person."""
     return study(
         "people-10k-flips",
         "10,000 synthetic people, 10 % of the labels wrong",

@@ -1,10 +1,10 @@
-"""Reference measures on synthetic people: does any of them help, and where.
+"""Reference measures on synthetic people: which of them help, and on which data.
 
 Margin and scale of CosFace and AdaFace are those of the demo. Q-Margin has a reach of 0.66, which a
-short run can attain: the demo's Q-Margin has 1.35, where no row is ever satisfied and what changes
-the target's measure changes next to nothing. What an arm chooses is the strength of its reference,
-or without one the margin; each tries three. Worlds in which every person has the same number of
-portraits have no ``ClassPrior``: its measures are one there, and it changes no bit.
+short run can attain: the demo's Q-Margin has 1.35, so that no row is ever satisfied and the
+target's measure has little effect. An arm chooses the strength of its reference, or without one the
+margin, from three values. Data with equal numbers of portraits have no ``ClassPrior``, because its
+measures are one there.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from qmargin.report.systems import Primary
 from qmargin.schema import Option
 
 SEEDS = (0, 1, 2)
-NUM_REPLICATES = 400  # of the bootstrap: as many as intervals were checked with
+NUM_REPLICATES = 400  # of the bootstrap, as in the simulations of intervals
 Q_MARGIN: Setting = (1.25, 10.0, 0.2)
 SHARES = (0.5, 1.0, 1.5)  # of the margin, of arms without a reference
 LOOK_ALIKE = "loss.reference.look_alike"
 
 
 class Scale(NamedTuple):
-    """How much is trained and tested on a kind of device, and at which FAR that is compared."""
+    """Size of training and test on a kind of device, and the FAR of the comparison."""
 
     size: Size
     pixels: int
@@ -120,7 +120,7 @@ USUAL = ("q_margin_look_alike", "q_margin_quality")
 
 @register_experiment("references-clean")
 def references_clean(device: str = "cpu", data: Path | None = None) -> Experiment:
-    """Q-Margin with references of look-alikes and of quality, on people with right labels."""
+    """Q-Margin with references for look-alikes and for quality, on people with correct labels."""
     return study(
         "references-clean",
         "synthetic people",
@@ -135,7 +135,7 @@ def references_clean(device: str = "cpu", data: Path | None = None) -> Experimen
 
 @register_experiment("references-long-tail")
 def references_long_tail(device: str = "cpu", data: Path | None = None) -> Experiment:
-    """The same with 3 to 200 portraits of a person, and references of these numbers as well."""
+    """The same with 3 to 200 portraits per person, and references for these numbers as well."""
     return study(
         "references-long-tail",
         "synthetic people, 3 to 200 portraits each",
@@ -151,7 +151,7 @@ def references_long_tail(device: str = "cpu", data: Path | None = None) -> Exper
 
 @register_experiment("references-flips")
 def references_flips(device: str = "cpu", data: Path | None = None) -> Experiment:
-    """The same people; a tenth of the training portraits show somebody else."""
+    """The same people; a tenth of the training portraits show another person."""
     return study(
         "references-flips",
         "synthetic people, 10 % of the labels wrong",
@@ -171,7 +171,7 @@ def references_splits(device: str = "cpu", data: Path | None = None) -> Experime
     return study(
         "references-splits",
         "synthetic people, 2 % of the identities split",
-        "Does it help to lower the measure of people who are all but the same?",
+        "Does it help to lower the measure of nearly identical people?",
         "No difference between Q-Margin with and without damping is shown: 2 % of the labels are "
         "a small part of the loss.",
         focus="q_margin_damped",
@@ -184,7 +184,7 @@ def references_splits(device: str = "cpu", data: Path | None = None) -> Experime
 
 @register_experiment("references-quality")
 def references_quality(device: str = "cpu", data: Path | None = None) -> Experiment:
-    """The same people; half of the portraits, in the test too, have half the quality."""
+    """The same people; half of the portraits, also in the test, have half the quality."""
     return study(
         "references-quality",
         "synthetic people, half of the portraits of low quality",

@@ -18,7 +18,7 @@ from qmargin.kernels.triton.head import COARSE_STEPS, ROUNDING, Launch
 from qmargin.kernels.triton.rows import settings_tensor
 
 LOG2_E = math.log2(math.e)
-FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
+FACTOR = 2.0**15  # posteriors are at most one; this factor uses the range of float16
 
 
 @triton.jit

@@ -58,6 +58,18 @@ CLASSES = 2  # prototypes per program of the sweep over all of them
 CLASSES_KEPT = 8  # and of the one that only rewrites what is kept of them
 
 
+WIDE_TILES = 213_528  # bytes of shared memory that posteriors of wide tiles take, three stages
+
+
+def has_room(properties: Any) -> bool:
+    """Whether a GPU's shared memory holds wide tiles: not a desktop's with a copy engine.
+
+    Without one, before compute capability 9, tiles are not staged.
+    """
+    room = getattr(properties, "shared_memory_per_block_optin", WIDE_TILES)
+    return bool(properties.major < 9 or room >= WIDE_TILES)
+
+
 class Launch(NamedTuple):
     """Operands and tiles of a product of all rows with some classes."""
 
@@ -73,16 +85,18 @@ class Launch(NamedTuple):
         """Wide tiles for full batches, narrow ones when a tile would be mostly padding."""
         num_rows, device = len(embeddings), embeddings.device
         rows = next((size for size in (16, 32, 64) if num_rows <= size), 128)
-        classes, warps = (256, 8) if rows == 128 else (128, 4)
+        (classes, warps), stages, most = (256, 8) if rows == 128 else (128, 4), 3, 2
+        if device.type == "cuda":  # persistent programs, one per multiprocessor; else a few
+            properties = torch.cuda.get_device_properties(device)
+            most = properties.multi_processor_count
+            if rows == 128 and not has_room(properties):
+                classes, stages = 128, 2
         row_tiles, class_tiles = triton.cdiv(num_rows, rows), triton.cdiv(num_classes, classes)
         operands = (
             TensorDescriptor.from_tensor(embeddings, [rows, 64]),
             TensorDescriptor.from_tensor(copy, [classes, 64]),
         )
-        most = 2  # persistent programs: one per multiprocessor, a few in the interpreter
-        if device.type == "cuda":
-            most = torch.cuda.get_device_properties(device).multi_processor_count
-        options, sizes = {"num_warps": warps, "num_stages": 3}, (rows, classes, 64)
+        options, sizes = {"num_warps": warps, "num_stages": stages}, (rows, classes, 64)
         programs = min(most, row_tiles * class_tiles)
         return cls(operands, row_tiles, class_tiles, programs, sizes, options)
 
@@ -218,7 +232,7 @@ def _repair(
     EMBEDDINGS, COPY, LABELS, MAXIMA, num_classes, num_groups, depth,
     GROUP: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Maxima without what does not belong: of a row's own group, and of a last one cut short.
+    """Maxima of a row's own group and of an incomplete last group, without target and padding.
 
     A product that compares every class with every label would take a tenth longer.
     """
@@ -288,7 +302,7 @@ def _count_above(base, floor, num_groups, BOUND_BLOCK: tl.constexpr):
 
 @triton.jit
 def _moved(level, mass, slope, b):
-    """Newton on the norm of the mass: climb towards the root, never fall."""
+    """Newton on the norm of the mass, monotone towards the root."""
     move = mass / slope * (tl.exp2(-b * tl.log2(mass)) - 1.0)
     return tl.where(mass > 1.0, level + move, level)
 
@@ -587,7 +601,7 @@ def _score_listed(
     lengths = Reading(totals)
     room = int(lengths.wait()[1]) if room is None else room
     columns = torch.full((room,), num_classes, dtype=torch.int32, device=device)
-    rows = torch.zeros_like(columns)  # what is made of spare entries is dropped, but must be safe
+    rows = torch.zeros_like(columns)  # results of spare entries are dropped, but must be safe
     if room and num_pairs:
         _expand[(triton.cdiv(num_pairs, PAIRS),)](
             masks, ends, groups, pairs.rows, rows, columns, num_pairs, room, GROUP, PAIRS,
@@ -898,7 +912,7 @@ def _state(
 ):  # fmt: skip
     """Prototypes, momentum and inverse norms of a few classes, and where they are.
 
-    Asked for before the gradient is summed up, so that both ways to memory overlap.
+    They are loaded before the gradient is summed up, so that both memory accesses overlap.
     """
     place = classes[:, None].to(tl.int64) * depth + dimension[None, :]
     mask = is_read[:, None] & (dimension[None, :] < depth)
@@ -915,6 +929,7 @@ def _keep(prototype, place, is_kept, classes, dimension, INVERSE_NORMS, COPY, LA
     """Rewrite what is kept of a few prototypes: inverse norms, rounded unit vectors, the error."""
     # In float64 the order of the sum does not show: an update leaves what a refresh would, and a
     # resumed run has the same copy as before. Memory is what these kernels wait for.
+    known = tl.load(LARGEST)  # mostly enough: a million programs need not queue at one address
     wide = prototype.to(tl.float64)
     length = tl.sqrt(tl.sum(wide * wide, 1).to(tl.float32))
     inverse = 1.0 / tl.where(is_kept, length, 1.0)
@@ -927,7 +942,7 @@ def _keep(prototype, place, is_kept, classes, dimension, INVERSE_NORMS, COPY, LA
     error = tl.sum(lost * lost, 1)
     error = tl.where(error == error, error, float("inf"))  # a maximum would pass NaN over
     error = tl.max(tl.where(is_kept, error, 0.0), 0)
-    tl.atomic_max(LARGEST, error)  # a maximum does not depend on the order
+    tl.atomic_max(LARGEST, error, mask=error > known)  # a maximum does not depend on the order
 
 
 @triton.jit
@@ -1038,7 +1053,7 @@ def _active(
     following = tl.load(COLUMNS + tl.minimum(entry + 1, num_entries - 1))
     is_first = (entry == 0) | (before != column)
     is_last = (entry == num_entries - 1) | (following != column)
-    # Not even the prototype of a lone candidate that turned out inactive is read.
+    # The prototype of a single inactive candidate is not read.
     has_work = is_first & ((tl.load(VALUES + entry) != 0.0) | (is_last == 0))
     grad_scale = tl.load(GRAD_SCALE)
     if has_work & (tl.abs(grad_scale) < float("inf")):
@@ -1082,7 +1097,7 @@ def _error(largest: Tensor) -> Tensor:
 
 
 def _arguments(state: PrototypeState, rule: SgdRule) -> tuple[tuple[Tensor, ...], Tensor]:
-    """What every update kernel takes, and where it writes the largest squared error."""
+    """Arguments of every update kernel, and the tensor for the largest squared error."""
     prototypes, momentum, inverse_norms, copy = state
     largest = torch.zeros((), dtype=torch.float32, device=prototypes.device)
     buffer = prototypes if momentum is None else momentum
@@ -1144,7 +1159,7 @@ def find_support(
     expected: Lengths | None,
     has_gradient: bool,
 ) -> Support:
-    """As ``heads.sparse.find_support``, without waiting for the device where that can be avoided.
+    """Like ``heads.sparse.find_support``, but without waiting for the device where possible.
 
     ``expected`` are lengths of an earlier batch's lists. Wrong lengths cost time, not correctness:
     ``Support.verify`` finds out, and raises ``ListOverflow`` beyond the limit.

@@ -102,7 +102,7 @@ def _prepare_rows(
     own = own * tl.load(INVERSE_NORMS + column)
     cosine = tl.sum(unit * own, 0).to(tl.float64)
     copy_error = tl.load(COPY_ERROR).to(tl.float64)
-    # A prototype without a direction spoils every row, a label out of range its own.
+    # A prototype without a direction makes every row NaN, a label out of range its own row.
     is_wrong = is_wrong | (copy_error != copy_error)
     cosine = tl.where(is_wrong, float("nan"), cosine)
     slack = rounding * (1.0 + copy_error) + (copy_error + accumulated)
@@ -175,7 +175,7 @@ def _row_sums(
     level, best, rate, power, log_reference, gap,
     POWER: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """As ``_listed_sums``, over all classes that can be active; their cosines are made anew."""
+    """As ``_listed_sums``, over all classes that can be active; cosines are computed again."""
     mass, slope = _powers(level + gap, power, log_reference)
     masses = tl.zeros((TILE,), tl.float64)
     slopes = tl.zeros((TILE,), tl.float64)
@@ -195,7 +195,7 @@ def _settle(
     STATE, SUMS, row, num_rows, level, best, power, b, scale, gap, log_reference, alone,
     others, excess, along, support,
 ):  # fmt: skip
-    """Store what is known of a solved row; ``along`` is the sum of posterior times cosine."""
+    """Store the results of a solved row; ``along`` is the sum of posterior times cosine."""
     own = level + gap
     own_mass, _slope = _powers(own, power, log_reference)
     target = tl.where(others < 0.5, 1.0 - others, own_mass)
@@ -478,7 +478,7 @@ def _solve_row(
     HAS_GRADIENT: tl.constexpr, IS_FINISHED: tl.constexpr, TILE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """A row with more candidates than a list holds: passes over the row, cosines made anew."""
+    """A row with more candidates than a list holds: passes over the row, cosines computed again."""
     row = tl.program_id(0)
     state = STATE + row
     count = tl.load(state + COUNT * num_rows)
@@ -697,7 +697,7 @@ def _reduce(STATE, LABELS, SUMS, LOSS_OUT, num_rows, ignored, depth, BLOCK: tl.c
 
 @triton.jit
 def _scale_rows(GRADIENT, GRAD, OUT, FACTOR, depth, HAS_FACTORS: tl.constexpr, DEPTH: tl.constexpr):
-    """Gradient of a row's embedding times what came into the loss, which is kept as well."""
+    """Gradient of a row's embedding times the incoming one of the loss, which is kept as well."""
     row = tl.program_id(0).to(tl.int64)
     dimension = tl.arange(0, DEPTH)
     inside = dimension < depth
@@ -840,7 +840,7 @@ def _note_update(
 
 @dataclass
 class Rows:
-    """A batch, and everything a step knows of its rows."""
+    """A batch, and the results of a step for its rows."""
 
     labels: Tensor  # [B] int64
     ignored: int
@@ -848,7 +848,7 @@ class Rows:
     rounded: Tensor  # [B, d]
     state: Tensor  # [FIELDS, B] float64
     sums: Tensor  # [4] float64: share, the same or NaN, share times scale, the gradient's bound
-    factor: Tensor  # scalar or [B]: what came into the loss
+    factor: Tensor  # scalar or [B]: incoming gradient of the loss
     loss: Tensor  # scalar
     bits: Tensor | None = None  # [k, words] int32
     gradient: Tensor | None = None  # [B, d]: of the embeddings, or what the other classes pull
@@ -859,7 +859,7 @@ class Rows:
     def empty(
         cls, num_rows: int, depth: int, dtype: torch.dtype, device: torch.device, **options: Any
     ) -> Rows:
-        """Rows of nothing yet; options are ``ignored`` and ``has_factors``."""
+        """Allocate rows; options are ``ignored`` and ``has_factors``."""
         return cls(
             torch.empty(num_rows, dtype=torch.int64, device=device),
             options["ignored"],
@@ -1042,11 +1042,11 @@ def scale_rows(rows: Rows, grad: Tensor, dtype: torch.dtype, *, repeats: bool) -
     assert rows.gradient is not None
     (num_rows, depth), factor = rows.gradient.shape, rows.factor
     out = torch.empty((num_rows, depth), dtype=dtype, device=grad.device)
-    kinds = (dtype, grad.dtype, grad.stride(), grad.data_ptr() % 16)
+    grad = grad.contiguous()  # a mean of rows has the same gradient for all: one number, expanded
+    kinds = (dtype, grad.dtype, grad.data_ptr() % 16)
     if rows.scaling is not None and rows.scaling[0] == kinds:
         rows.scaling[1](grad.device.index, grad.data_ptr(), out.data_ptr())
         return out
-    grad = grad.contiguous()
     with Recording() as recording:
         launch(
             _scale_rows, (num_rows,), rows.gradient, grad, out, factor, depth, factor.ndim > 0,
@@ -1059,7 +1059,7 @@ def scale_rows(rows: Rows, grad: Tensor, dtype: torch.dtype, *, repeats: bool) -
 
 
 class Pushed(NamedTuple):
-    """What a gradient of the prototypes is made of."""
+    """Inputs of a gradient of the prototypes."""
 
     rows: Rows
     state: PrototypeState
@@ -1098,8 +1098,8 @@ def sgd_update(
     """Step the prototypes, unless the scale or the gradient is not finite.
 
     ``rates`` are learning rate, momentum and weight decay, float32. The copy's error and the count
-    of skipped steps are brought up to date in place; ``largest`` is a float32 scalar that is zero,
-    and zero again afterwards.
+    of skipped steps are updated in place; ``largest`` is a float32 scalar that is zero before and
+    after.
     """
     flags = {"nesterov": nesterov, "only_active": only_active}
     _launch_update(pushed, 0, largest, grad_scale=grad_scale, rates=rates, **flags)

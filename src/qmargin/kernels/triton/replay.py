@@ -1,9 +1,9 @@
 """Launches that are repeated with other tensors of the same kind.
 
-Triton binds and classifies the arguments of every launch anew, which for a kernel of forty
-arguments takes longer than the launch itself. A recording keeps the compiled kernels and all
-arguments; a repeated launch replaces the addresses of the tensors, and nothing else. The caller
-vouches that shapes, strides, types and alignments are those of the recording.
+Triton binds and classifies the arguments of every launch, which for a kernel of forty arguments
+takes longer than the launch itself. A recording keeps the compiled kernels and all arguments; a
+repeated launch replaces only the addresses of the tensors. The caller must ensure that shapes,
+strides, types and alignments are those of the recording.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _thread = (
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Launch a kernel; a recording that is open notes it."""
+    """Launch a kernel; an open recording records it."""
     compiled = kernel[grid](*args, **options)
     for recording in getattr(_thread, "recordings", ()):
         recording.launches.append((compiled, grid, args))
 
 
 class Recording:
-    """Notes the launches inside a ``with`` block."""
+    """Records the launches inside a ``with`` block."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, tuple[int, ...], tuple[Any, ...]]] = []
@@ -41,7 +41,7 @@ class Recording:
         _thread.recordings.remove(self)
 
     def between(self, *tensors: Tensor, fixed: tuple[Tensor, ...] = ()) -> Repeated | None:
-        """Return what repeats the launches between tensors in place of these.
+        """Return an object that repeats the launches with other tensors in place of these.
 
         ``fixed`` tensors stay where they are. None if a launch had a tensor that is none of them,
         or where kernels are interpreted.

@@ -184,7 +184,7 @@ def _part(
     LIST, LIST_REF, BASE, REF_BASE, reference_column, count, k, label, start, is_listed,
     HAS_REFERENCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row's list, or of the row where the list overflowed; and what of it counts."""
+    """A part of a row's list, or of the row if the list overflowed; and its valid entries."""
     at = start + tl.arange(0, BLOCK)
     if is_listed:
         x = tl.load(LIST + at, mask=at < count, other=float("-inf")).to(tl.float32)
@@ -577,7 +577,7 @@ def _solve_rows(
         is_moving = tl.where(is_solved, 0, 1)
         accuracy = tl.where(
             is_listed, 1e-10, 1e-10 if IS_PRECISE else 2e-6
-        )  # and one more step is taken
+        )  # and one more step follows
         while (done < STEPS) & (is_moving > 0):
             mass, slope = _sums(
                 mine, mine_refs, base, ref_base, reference_column, count, k, label, is_listed,
@@ -761,7 +761,7 @@ def _reduce_rows(
     VALUE, LABELS, OUT, SHARE, num_rows, ignore_index,
     IS_MEAN: tl.constexpr, HAS_IGNORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum or mean of the rows that count, and the share of each row in it."""
+    """Sum or mean of the rows that are not ignored, and the share of each row in it."""
     total = tl.zeros((BLOCK,), tl.float64)
     count = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, num_rows, BLOCK):
@@ -897,7 +897,7 @@ NO_TURN: tuple[int, tuple[float, ...]] = (NO_ANGLE, (0.0,) * 8)
 
 @lru_cache(maxsize=256)
 def _form(b: float) -> tuple[int, int, bool]:
-    """The form of levels, the whole power ``1 / b`` where products do, whether float32 will not."""
+    """Form of levels, power ``1 / b`` if products suffice, and whether float64 is needed."""
     is_precise = b > 1.0 or -0.1 < b < 0.0
     if b == 0.0:
         return EXPONENTIAL, 0, False
@@ -914,7 +914,7 @@ def _block(k: int, largest: int) -> tuple[int, int]:
 
 
 class _Device:
-    """Makes the device of a tensor the current one, for launches; nothing where it is."""
+    """Make the device of a tensor the current one, for launches."""
 
     def __init__(self, tensor: Tensor) -> None:
         device = tensor.device
@@ -950,7 +950,7 @@ class Results(NamedTuple):
 
 
 def empty_results(num_rows: int, device: torch.device, *, statistics: bool) -> Results:
-    """Room for results; what a loss and its gradient do not need is left out on request."""
+    """Memory for results; on request without those that a loss and its gradient do not need."""
     empty, single, double = torch.empty, torch.float32, torch.float64
     value = empty(num_rows, dtype=single, device=device)
     anchor = empty(num_rows, dtype=double, device=device)
@@ -1038,7 +1038,7 @@ def _reference(log_reference: Tensor | None, filler: Tensor) -> tuple[Tensor, in
 
 
 def _row_stride(values: Tensor) -> int:
-    """Elements from a row to the next; one that means nothing counts as the width."""
+    """Elements from a row to the next; the width where the stride is meaningless."""
     return values.stride(0) if values.shape[0] > 1 else values.shape[1]
 
 
@@ -1070,7 +1070,7 @@ def solve(
             gradient is straight through (``losses.margins.ClosedForm``).
         log_reference: Log reference measure of every class, ``[B, k]``, possibly expanded.
         ignore_index: Rows with this label are not read; their loss and their target's gradient are
-            zero, all else means nothing.
+            zero, their other results are meaningless.
         capacity: A list beyond it is replaced by passes over the row.
 
     Returns:
@@ -1095,7 +1095,7 @@ def reduce_rows(
     ignore_index: int | None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum or mean of the rows that count, and the share of each row in it, float32 scalars."""
+    """Sum or mean of rows that are not ignored, and the share of each row, float32 scalars."""
     num_rows, device = value.shape[0], value.device
     total, share = out or (torch.empty((), device=device), torch.empty((), device=device))
     with _Device(value):
