@@ -109,7 +109,7 @@ def test_every_loss_of_a_study_searches_the_same_region(tmp_path: Path, name: st
     [
         (
             "data.num_test=3",
-            r"FAR 0\.0001 is asked .* 3 identities, .* about 15 identities of 10",
+            r"FAR 0\.0001.* 3 identities.* about 15 identities of 10",
         ),
         ("data.num_validation=50", r"tar@0\.0001.* about 78 identities of 10 samples \(now 50\)"),
     ],
