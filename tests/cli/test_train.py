@@ -244,7 +244,7 @@ def test_the_doctor_says_what_runs_and_what_is_missing(capsys, tmp_path, monkeyp
     lines = capsys.readouterr().out.splitlines()
     table = {name: text.strip() for name, text in (line.split("  ", 1) for line in lines)}
     assert table["torch"] == torch.__version__ and "threads" in table["cpu"]
-    assert "not triton: tensors are on cpu" in table["head on cpu"]
+    assert "no Triton kernels: tensors are on cpu" in table["head on cpu"]
     assert "GiB" in table["free memory"] and f"GiB at {tmp_path}" in table["free disk"]
     assert {"extra triton", "extra wandb", "several ranks"} <= set(table)
     monkeypatch.setattr(doctor, "installed_version", lambda name: None)

@@ -186,6 +186,22 @@ def test_what_cannot_be_drawn_is_refused(given, key):
         People(**{"num_classes": 10, "samples_per_class": 2, **given})
 
 
+def test_labels_and_samples_that_there_are_not_are_refused():
+    people = People(10, 2)
+    for find in (people.families, people.populations):
+        for label in (-1, 10):
+            with pytest.raises(IndexError, match=r"a label is outside \[0, 10\)"):
+                find(np.array([0, label]))
+    for counts in ({}, {"count_spread": 0.9}):
+        with pytest.raises(IndexError, match="outside"):
+            People(10, 2, **counts).sample_id(1000)
+
+
+def test_more_portraits_than_memory_are_refused_before_one_is_drawn():
+    with pytest.raises(ConfigError, match=r"2,000,000 pictures take 22.9 GiB.* in_memory to false"):
+        People(100_000, 20, in_memory=True).read(0, 0)
+
+
 def test_a_written_folder_has_every_portrait(tmp_path):
     people = People(30, 2, size=32, count_spread=0.9, split="test")
     people.write(tmp_path / "faces")

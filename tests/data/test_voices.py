@@ -12,7 +12,7 @@ from qmargin.data.audio import decode_audio
 from qmargin.data.open import open_audio
 from qmargin.data.people import People
 from qmargin.data.speech import open_speech
-from qmargin.data.voices import FRAME, RATE, Speaker, Voices, spoken
+from qmargin.data.voices import FRAME, RATE, Speaker, Voices, open_voices, spoken
 from qmargin.errors import ConfigError
 from qmargin.models.features import FilterBank
 
@@ -123,3 +123,18 @@ def test_a_folder_of_voices_is_read_as_speech(tmp_path):
 def test_what_cannot_be_spoken_is_refused(given, key):
     with pytest.raises(ConfigError, match=key):
         Voices(**{"num_classes": 10, "samples_per_class": 2, **given})
+
+
+def test_speakers_and_utterances_that_there_are_not_are_refused():
+    voices = Voices(10, 2)
+    for label in (-1, 10):
+        with pytest.raises(IndexError, match=r"a label is outside \[0, 10\)"):
+            voices.speaker(label)
+    with pytest.raises(IndexError, match="sample 20 of 20"):
+        voices.sample_id(20)
+
+
+@pytest.mark.parametrize("share", [-0.1, 2.0, float("nan")])
+def test_an_impossible_share_is_refused_without_noise_too(share):
+    with pytest.raises(ConfigError, match="augment is"):
+        open_voices(4, augment=share)

@@ -1,7 +1,6 @@
 """The demo: its length is decided once, it reports, resumes and tells who is ahead."""
 
 import shlex
-from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +10,16 @@ import pytest
 
 from helpers.commands import parse_command
 from helpers.experiments import TINY_DEMO
+from helpers.results import words_of
 from qmargin.cli.main import main
 from qmargin.data.strokes import StrokeIdentities
-from qmargin.errors import ConfigError, DataError
+from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.evaluation.result import read_result
 from qmargin.experiments import named, tables
 from qmargin.experiments.named import Size, demo
 from qmargin.experiments.named.demo import find_size, fitted
 from qmargin.experiments.runner import RECORD, Finished
+from qmargin.report.numbers import rate_text
 from qmargin.report.verdicts import planned_verdicts
 from qmargin.training import dry_run
 
@@ -82,9 +83,15 @@ def test_a_demo_trains_tests_and_reports(
     assert planned_verdicts(one_loss, 1e-2) == []
     # the terminal and the page say the same of the same comparison
     (told,) = planned_verdicts(repeats, repeats.headline_far)
-    assert told in said and told in unescape(html)
+    assert told in said and told in words_of(html)
     _, _, words = tables.summary(finished)
-    assert words == [told, "Intervals cover training seeds and test identities."]
+    plain, *others = words
+    assert others == [told, "Intervals cover training seeds and test identities."]
+    far = rate_text(repeats.headline_far)
+    leader = repeats.ranked(repeats.headline_far)[0]
+    assert plain.startswith(f"{leader} at FAR {far} in plain words: 1 impostor in ")
+    assert "genuine attempts are refused." in plain
+    assert plain in " ".join(said.split())
 
 
 def test_voices_are_another_world(tmp_path: Path) -> None:
@@ -207,6 +214,17 @@ def test_impossible_options_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, words: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(demo, "step_times", lambda *_, **__: pytest.fail("steps were timed"))
     with pytest.raises(ConfigError, match=words):
         run_demo(tmp_path / "new", **changes)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_file_in_place_of_the_folder_is_refused_before_steps_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "step_times", lambda *_, **__: pytest.fail("steps were timed"))
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match="notes cannot be written to"):
+        run_demo(tmp_path / "notes")
+    assert (tmp_path / "notes").read_text() == "mine"

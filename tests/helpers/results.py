@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import replace
 from functools import cache
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +233,8 @@ def _hardest(keys: tuple[str, ...], genuine: np.ndarray, impostor: np.ndarray) -
         return tuple(r.HardPair(enrol, test, float(score)) for enrol, test, score in together)
 
     return r.Hardest(pairs(impostor[::-1]), pairs(genuine))
+
+
+def words_of(page: str) -> str:
+    """The sentences of a report's page, without what keeps their words on a line."""
+    return unescape(re.sub(r"</?span[^>]*>", "", page)).replace("\u00a0", " ")

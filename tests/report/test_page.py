@@ -27,11 +27,11 @@ from qmargin.evaluation.result import (
     write_result,
 )
 from qmargin.report import ReportOptions, write, write_report
-from qmargin.report.figures import draw_figures, has_matplotlib
+from qmargin.report.figures import DASHES, draw_figures, has_matplotlib
 from qmargin.report.journal import MOST_POINTS, Journal, read_journal
 from qmargin.report.media import MediaFolder
 from qmargin.report.numbers import LONGEST_NAME, LONGEST_TEXT, cleaned, rate_text
-from qmargin.report.page import _environment, _examples, _shown, render_page
+from qmargin.report.page import _environment, _examples, _kept, _shown, render_page
 from qmargin.report.plots import (
     LETTERS,
     RATES,
@@ -374,6 +374,15 @@ def test_many_systems_and_panels_fit_one_page():
     assert len(set(looks)) == 12  # twelve systems, eight colours
 
 
+def test_the_first_systems_differ_in_their_lines_without_colours():
+    page = page_of(*[synthetic_result(f"s{i}", seed=i, num_replicates=20) for i in range(8)])
+    drawn = re.findall(r'class="curve c\d (dash\d)"', page.partition("det-body")[2])
+    assert len(set(drawn)) == 8
+    patterns = dict(re.findall(r"\.(dash\d) \{ stroke-dasharray: ([\d ]+); \}", page))
+    assert len({patterns.get(name, "solid") for name in drawn}) == 8
+    assert len(set(map(str, DASHES))) == 8  # of figures
+
+
 def contrast(one, other):
     def luminance(colour):
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -640,3 +649,10 @@ def test_the_page_of_five_systems_of_many_trials_is_small(tmp_path):
     ]
     written = write_report(write_results(tmp_path, *results), tmp_path / "out", PLAIN)
     assert written[0].stat().st_size < 600_000
+
+
+def test_a_number_stays_on_a_line_with_its_unit():
+    assert _kept("At FAR 0.01 %: p < 0.001, p = 1.000") == (
+        "At FAR 0.01\u00a0%: p\u00a0&lt;\u00a00.001, p\u00a0=\u00a01.000"
+    )
+    assert _kept("Q-Margin - <b>") == '<span class="few-letters">Q-Margin</span> - &lt;b&gt;'

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from helpers.results import hostile_result, some_run, synthetic_result, write_results
+from helpers.results import hostile_result, some_run, synthetic_result, words_of, write_results
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import result_to_json
 from qmargin.metrics.runs import Runs, difference_over_runs, logits, mean_over_runs
@@ -356,7 +356,7 @@ def test_the_same_comparison_is_told_everywhere(tmp_path):
     assert made.is_primary
     (line,) = planned_verdicts(repeats, FAR)
     assert effect_text(made) in line
-    page = html.unescape(texts["index.html"])
+    page = words_of(texts["index.html"])
     assert line in page and "Fixed beforehand" in page
     ends = f"{signed(100 * made.interval[0])} to {signed(100 * made.interval[1])}"
     assert ends in line and ends in texts["tables.md"] and ends in page.partition('id="repeats"')[2]

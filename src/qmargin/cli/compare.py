@@ -185,8 +185,8 @@ class Demo(Command):
 
     Trains ArcFace, CosFace, EntMax, SparseMax and Q-Margin by one recipe on drawn portraits of
     synthetic people, or on synthetic speech, tests them on all pairs of other identities, and
-    writes a report. It takes at most six minutes on two CPU cores. If it is stopped, run it again
-    to continue.
+    writes a report. It takes at most six minutes on two idle CPU cores. If it is stopped, run
+    it again to continue.
     """
 
     resumes: ClassVar[bool] = True

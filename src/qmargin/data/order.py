@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from qmargin.errors import ConfigError
 
 LARGEST_DOMAIN = 1 << 62
+MAX_BYTES = 16 << 30  # of samples that a process holds
 MOST_SAMPLES = 1 << 36  # limit of computed data: half a terabyte of labels
 _ROUNDS = 16  # fewer leave the orders of five or six samples visibly uneven
 _BLOCK = 1 << 14  # positions mapped at once: a few arrays of this size stay in the cache

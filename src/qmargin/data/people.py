@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -31,6 +32,7 @@ Ints = NDArray[np.int64]
 
 NUM_TRAITS = 24  # numbers of an identity
 BATCH_PIXELS = 1 << 16  # pixels drawn together: their planes stay in the cache
+NUM_LOOKS = 1024  # portraits whose numbers are hashed together
 
 # Similarity of identities.
 POPULATIONS = (0.30, 0.20, 0.15, 0.12, 0.09, 0.07, 0.04, 0.03)  # shares
@@ -212,11 +214,11 @@ class People(DrawnIdentities):
 
     def families(self, labels: NDArray[np.integer]) -> Ints:
         """Number of each label's family, -1 for people without relatives in the data."""
-        return _kin(self._world, self._numbers(labels)).family
+        return _kin(self._world, self._numbers(self._checked_labels(labels))).family
 
     def populations(self, labels: NDArray[np.integer]) -> Ints:
         """Number of each label's population, the largest first."""
-        numbers = self._numbers(labels)
+        numbers = self._numbers(self._checked_labels(labels))
         return _population(self._keys(numbers), _kin(self._world, numbers))
 
     def qualities(self, indices: NDArray[np.integer]) -> Floats:
@@ -239,12 +241,14 @@ class People(DrawnIdentities):
         sample_keys = self._sample_keys(*self.places(np.asarray(indices, np.int64)))
         pictures = np.empty((len(identities), self.size, self.size, 3), np.uint8)
         step = max(1, BATCH_PIXELS // self.size**2)
-        for start in range(0, len(identities), step):
-            part = slice(start, start + step)
+        for start in range(0, len(identities), NUM_LOOKS):
+            part = slice(start, start + NUM_LOOKS)
             looks = _Looks(
                 self._world, identities[part], sample_keys[part], self.difficulty, self.poor
             )
-            pictures[part] = _portraits(looks, self.size)
+            for row in range(0, len(identities[part]), step):
+                few = looks.part(slice(row, row + step))
+                pictures[part][row : row + step] = _portraits(few, self.size)
         return pictures
 
     def augmented(self, pictures: NDArray[np.uint8], seeds: Sequence[int]) -> Floats:
@@ -278,7 +282,7 @@ class People(DrawnIdentities):
 
     def sample_id(self, index: int) -> str:
         """Label and number of a sample."""
-        label, number = self.places(np.array([index]))
+        label, number = self.places(self._checked(np.array([index])))
         return f"identity-{label[0]}/sample-{number[0]}"
 
     def _labels_of(self, indices: NDArray[np.integer]) -> Ints:
@@ -394,7 +398,7 @@ def traits_of(world: np.uint64, identities: Ints) -> tuple[Floats, Ints]:
 
 
 class _Looks:
-    """Content of a batch of portraits: numbers ``[n, 1, 1]`` and colours ``[3, n, 1, 1]``."""
+    """Content of some portraits: numbers ``[n, 1, 1]`` and colours ``[3, n, 1, 1]``."""
 
     def __init__(
         self,
@@ -420,6 +424,16 @@ class _Looks:
         self.quality = _quality(sample_keys, poor)
         self.grain_keys = joined_keys(sample_keys, _branch(5))
         self._set_colours(population)
+
+    def part(self, rows: slice) -> _Looks:
+        """Some of the portraits."""
+        few = copy(self)
+        few.face = {name: values[rows] for name, values in self.face.items()}
+        for name in ("is_bearded", "quality", "grain_keys"):
+            setattr(few, name, getattr(self, name)[rows])
+        for name in ("mode", "chance", "bell", "skin", "hair", "iris", "lips"):
+            setattr(few, name, getattr(self, name)[:, rows])
+        return few
 
     def _set_colours(self, population: Ints) -> None:
         face, mode = self.face, self.mode
@@ -468,6 +482,11 @@ def _either(condition: NDArray[np.bool_], yes: float, no: float) -> Floats:
     return np.where(condition, np.float32(yes), np.float32(no))
 
 
+def _where(condition: Floats) -> Ints:
+    """Numbers of the portraits in which something is seen."""
+    return np.flatnonzero(condition[:, 0, 0])
+
+
 def _square(values: Floats) -> Floats:
     return values * values
 
@@ -479,6 +498,8 @@ def _heavy(bell: Floats, deviation: float, most: float) -> Floats:
 
 class _Frame:
     """Places of pixels: on the outline of a head, and on its turned face."""
+
+    where: tuple[Any, ...] = (slice(None), slice(None))  # portraits and rows
 
     def __init__(self, looks: _Looks, size: int) -> None:
         bell = looks.bell
@@ -499,6 +520,30 @@ class _Frame:
         self.u = self.x - self.yaw * depth
         self.v = self.y - self.pitch * depth
         self.side = np.abs(self.u)
+        self.slack = 0.5 / self.pixels  # how far an edge reaches out
+        self._ends = {  # of every row, in all portraits
+            name: (places.min((0, 2)), places.max((0, 2)))
+            for name, places in (("y", self.y), ("v", self.v))
+        }
+
+    def band(self, middle: Floats | float, reach: Floats | float, by: str = "v") -> _Frame:
+        """The rows that have a place within reach of the middle in a portrait."""
+        lowest, highest = self._ends[by]
+        low, high = np.min(middle - reach), np.max(middle + reach)
+        found = np.flatnonzero((highest >= low) & (lowest <= high))
+        rows = slice(found[0], found[-1] + 1) if len(found) else slice(0, 0)
+        return self._cut((slice(None), rows), (slice(None), rows))
+
+    def only(self, index: Ints) -> _Frame:
+        """Some of the portraits."""
+        return self._cut((index,), (index, self.where[1]))
+
+    def _cut(self, part: tuple[Any, ...], where: tuple[Any, ...]) -> _Frame:
+        cut = copy(self)
+        cut.where = where
+        for name in ("x", "y", "u", "v", "xx", "side"):
+            setattr(cut, name, getattr(self, name)[part])
+        return cut
 
     def edge(self, inside: Floats, steepness: float = 1.0) -> Floats:
         """Coverage of pixels by where a number that changes by 1 in half a face is above 0."""
@@ -513,39 +558,45 @@ def _portraits(looks: _Looks, size: int) -> NDArray[np.uint8]:
     n = len(frame.x)
     picture = np.zeros((3, n, size, size), np.float32)
     left = np.ones((n, size, size), np.float32)  # share of light that is not absorbed yet
-    product = np.empty_like(left)
-    for cover, colour, *shade in _parts(looks, frame):
-        cover *= left
-        left -= cover
+    for where, cover, colour, *shade in _parts(looks, frame):
+        cover *= left[where]
+        left[where] -= cover
         for each in shade:
             cover *= each
         for channel in range(3):
-            picture[channel] += np.multiply(cover, colour[channel], out=product)
+            picture[(channel, *where)] += cover * colour[channel]
     return _photographed(picture, looks, frame)
 
 
-def _parts(looks: _Looks, frame: _Frame) -> Iterator[tuple[Floats, ...]]:
-    """Cover of pixels, colour and maybe brightness of everything, the nearest first."""
-    face, mode, chance, bell = looks.face, looks.mode, looks.chance, looks.bell
-    x, y, u, v, side = frame.x, frame.y, frame.u, frame.v, frame.side
-    edge, dark = frame.edge, _flat((0.07, 0.06, 0.06))
-    from_eye = side - face["eye_x"]
-    eye_v = v - face["eye_y"]
+def _parts(looks: _Looks, frame: _Frame) -> Iterator[tuple[Any, ...]]:
+    """Pixels of everything, their cover, colour and maybe brightness, the nearest first.
 
-    is_occluded = chance[13] < OCCLUSION_RATE * (1.0 - _plane(looks.quality))
-    if is_occluded.any():
-        a, b = chance[14] * 2.0 - 1.0, chance[15] * 2.0 - 1.0
+    What covers few portraits or rows is drawn on those alone, with a little more than it needs.
+    """
+    face, mode, chance, bell = looks.face, looks.mode, looks.chance, looks.bell
+    x, y, v = frame.x, frame.y, frame.v
+    edge, slack, dark = frame.edge, frame.slack, _flat((0.07, 0.06, 0.06))
+
+    some = _where(chance[13] < OCCLUSION_RATE * (1.0 - _plane(looks.quality)))
+    if len(some):
+        at, drawn = frame.only(some), chance[:, some]
+        a, b = drawn[14] * 2.0 - 1.0, drawn[15] * 2.0 - 1.0
         long = np.sqrt(a * a + b * b) + 0.01
         yield (
-            edge((a * x + b * y) / long - 0.35 - 0.5 * chance[16]) * is_occluded,
-            chance[17:20] * 0.8 + 0.1,
+            at.where,
+            edge((a * at.x + b * at.y) / long - 0.35 - 0.5 * drawn[16]),
+            drawn[17:20] * 0.8 + 0.1,
         )
 
-    has_glasses = mode[0] < 0.22
-    rim = _square(from_eye * (1 / 0.24)) + _square((eye_v - 0.02) * (1 / 0.175))
-    bridge = edge(0.02 - np.abs(eye_v + 0.01)) * (side < face["eye_x"] - 0.22)
-    ring = np.maximum(_unit(1.15 - np.abs(rim - 1.0) * 4.0), bridge)
-    yield ring * has_glasses * 0.9, _flat((1.0, 0.9, 0.8)) * (0.06 + 0.22 * mode[1])
+    some = _where(mode[0] < 0.22)
+    if len(some):  # glasses
+        eye_x, eye_y = face["eye_x"][some], face["eye_y"][some]
+        at = frame.band(eye_y, 0.25 + slack).only(some)
+        from_eye, eye_v = at.side - eye_x, at.v - eye_y
+        rim = _square(from_eye * (1 / 0.24)) + _square((eye_v - 0.02) * (1 / 0.175))
+        bridge = edge(0.02 - np.abs(eye_v + 0.01)) * (at.side < eye_x - 0.22)
+        ring = np.maximum(_unit(1.15 - np.abs(rim - 1.0) * 4.0), bridge)
+        yield at.where, ring * 0.9, _flat((1.0, 0.9, 0.8)) * (0.06 + 0.22 * mode[1, some])
 
     # The shape of the skull bounds hair and skin.
     is_up = y < 0.0
@@ -564,117 +615,169 @@ def _parts(looks: _Looks, frame: _Frame) -> Iterator[tuple[Floats, ...]]:
     volume = face["hair_volume"] + 0.25 * (mode[9] - 0.4)
     lowest = _either(is_long, 0.75, 0.02) + _either(is_long, 0.3, 0.15) * mode[9]
     hairline = face["hairline"] + 0.28 * (mode[7] - 0.5)
-    hairline = hairline + face["hair_curve"] * _square(u - 0.5 * (mode[8] - 0.5))
+    hairline = hairline + face["hair_curve"] * _square(frame.u - 0.5 * (mode[8] - 0.5))
     start = face["width"] * _either(is_long, 0.80, 0.97) - 0.10 * v * is_long
-    sides = np.minimum((side - start) * 2.0, (lowest - v) * 1.5)
+    sides = np.minimum((frame.side - start) * 2.0, (lowest - v) * 1.5)
     hair = edge(np.maximum(hairline - v, sides), 0.8)
     hair *= edge(inside + volume * _either(y < 0.2, 1.0, 0.3), 0.38)
     hair *= has_hair
-    yield hair, looks.hair * (0.94 + 0.12 * mode[10])
+    yield frame.where, hair, looks.hair * (0.94 + 0.12 * mode[10])
 
-    along = from_eye / face["brow_width"]
     raised = face["eye_y"] - face["brow_rise"] - 0.02 * bell[8]
-    arc = v - raised - face["brow_arch"] * (along * along - 0.3) + face["brow_slope"] * along
+    bent = np.abs(face["brow_arch"]) + np.abs(face["brow_slope"])
+    at = frame.band(raised, bent + 1.5 * np.abs(face["brow_thickness"]) + 2.0 * slack)
+    along = (at.side - face["eye_x"]) / face["brow_width"]
+    arc = at.v - raised - face["brow_arch"] * (along * along - 0.3) + face["brow_slope"] * along
     brow = edge(face["brow_thickness"] * (1.0 - 0.45 * along) - np.abs(arc))
-    yield brow * _unit((1.0 - along * along) * 4.0) * 0.88, looks.hair * 0.72
+    yield at.where, brow * _unit((1.0 - along * along) * 4.0) * 0.88, looks.hair * 0.72
 
-    eye_v = eye_v + face["eye_tilt"] * from_eye
     opening = face["eye_height"] * np.where(
         chance[6] < 0.04, np.float32(0.25), 1.0 - 0.15 * chance[7]
     )
+    wide = 1.3 + 5.0 * slack  # of an eye, whose edges are soft
+    reach = wide * (np.abs(opening) + np.abs(face["eye_tilt"]) * face["eye_width"])
+    at = frame.band(face["eye_y"], reach)
+    from_eye = at.side - face["eye_x"]
+    eye_v = at.v - face["eye_y"] + face["eye_tilt"] * from_eye
     white = 1.0 - _square(from_eye / face["eye_width"]) - _square(eye_v / opening)
     lid = _unit(1.0 - np.abs(white) * 2.2) * edge(0.01 - eye_v)
-    yield lid * 0.8, dark
+    yield at.where, lid * 0.8, dark
     white = edge(white - 0.08, 0.16)
-    gaze = np.copysign(0.03 * bell[9], u * bell[9])
+    gaze = np.copysign(0.03 * bell[9], at.u * bell[9])
     disc = _square(from_eye - gaze) + _square(eye_v + 0.006)
     pupil = _unit(0.9 - disc / _square(face["iris"] * 0.62))
-    yield pupil * white, dark
-    yield edge(1.0 - disc / _square(face["iris"]), 0.06) * white, looks.iris
-    yield white, _flat((0.95, 0.94, 0.93))
+    yield at.where, pupil * white, dark
+    yield at.where, edge(1.0 - disc / _square(face["iris"]), 0.06) * white, looks.iris
+    yield at.where, white, _flat((0.95, 0.94, 0.93))
 
-    below_nose = v - face["nose_y"]
+    at = frame.band(face["nose_y"], 0.03)
     nostril = _unit(
         1.1
-        - _square((side - face["nose_width"] * 0.55) * (1 / 0.05))
-        - _square(below_nose * (1 / 0.028))
+        - _square((at.side - face["nose_width"] * 0.55) * (1 / 0.05))
+        - _square((at.v - face["nose_y"]) * (1 / 0.028))
     )
-    yield nostril * 0.7, looks.skin * 0.36
+    yield at.where, nostril * 0.7, looks.skin * 0.36
 
-    across = u / face["mouth_width"]
-    xx = across * across
+    smile = EXPRESSION * bell[10] + 0.02
+    lips = np.maximum(np.abs(face["upper_lip"]), np.abs(face["lower_lip"])) + 0.012
+    at = frame.band(face["mouth_y"], lips + 0.12 + 1.1 * np.abs(smile) + 2.0 * slack)
+    xx = _square(at.u / face["mouth_width"])
     bow = np.maximum(1.0 - xx, 0.0)
-    from_mouth = v - face["mouth_y"] + (EXPRESSION * bell[10] + 0.02) * xx
+    from_mouth = at.v - face["mouth_y"] + smile * xx
     gap = np.maximum(0.12 * (chance[8] - 0.62), 0.0) * bow
     distance = np.abs(from_mouth)
     mouth = edge(0.012 + gap - distance) * _unit((1.02 - xx) * 4.0)
     shows_teeth = (chance[9] < 0.5) & (chance[8] > 0.75)
-    yield mouth, np.where(shows_teeth, _flat((0.92, 0.91, 0.88)), _flat((0.28, 0.08, 0.08)))
+    inner = np.where(shows_teeth, _flat((0.92, 0.91, 0.88)), _flat((0.28, 0.08, 0.08)))
+    yield at.where, mouth, inner
     thickness = np.where(from_mouth < 0.0, face["upper_lip"], face["lower_lip"])
-    yield edge(thickness * bow + gap - distance) * (xx < 1.0), looks.lips
+    yield at.where, edge(thickness * bow + gap - distance) * (xx < 1.0), looks.lips
 
     head = edge(inside.copy(), 0.38)
-    is_bearded = looks.is_bearded & (mode[2] < 0.4)
-    stubble = (0.3 + 0.65 * mode[11]) * is_bearded
-    beard = edge(v - 0.42 + 0.5 * u * u, 0.4)
-    hole = (
-        1.0
-        - _square(u / (face["mouth_width"] * 0.85))
-        - _square((v - face["mouth_y"] - 0.02) * (1 / 0.13))
-    )
-    beard *= 1.0 - edge(hole, 0.15)
-    moustache = edge(0.045 - np.abs(v - face["mouth_y"] + 0.11 - 0.12 * xx)) * _unit(
-        (1.1 - xx) * 4.0
-    )
-    yield np.maximum(beard, moustache) * head * stubble, looks.hair * 0.88
+    some = _where(looks.is_bearded & (mode[2] < 0.4))
+    if len(some):
+        at, width, middle = frame.only(some), face["mouth_width"][some], face["mouth_y"][some]
+        beard = edge(at.v - 0.42 + 0.5 * at.u * at.u, 0.4)
+        hole = 1.0 - _square(at.u / (width * 0.85)) - _square((at.v - middle - 0.02) * (1 / 0.13))
+        beard *= 1.0 - edge(hole, 0.15)
+        xx = _square(at.u / width)
+        moustache = edge(0.045 - np.abs(at.v - middle + 0.11 - 0.12 * xx)) * _unit((1.1 - xx) * 4.0)
+        stubble = 0.3 + 0.65 * mode[11, some]
+        yield (
+            at.where,
+            np.maximum(beard, moustache) * head[some] * stubble,
+            looks.hair[:, some] * 0.88,
+        )
 
     size = face["mole_size"]
     spot = np.maximum(size, 0.0) + 0.001
-    mole = _unit(1.4 - (_square(u - face["mole_x"]) + _square(v - face["mole_y"])) / _square(spot))
-    yield mole * head * (size > 0.008), looks.skin * 0.45
+    some = _where(size > 0.008)
+    if len(some):
+        at = frame.band(face["mole_y"][some], 1.3 * spot[some]).only(some)
+        apart = _square(at.u - face["mole_x"][some]) + _square(at.v - face["mole_y"][some])
+        mole = _unit(1.4 - apart / _square(spot[some]))
+        yield at.where, mole * head[at.where], looks.skin[:, some] * 0.45
 
-    shade = 1.0 - face["nose_shadow"] * edge(0.05 - np.abs(below_nose - 0.05), 0.5) * edge(
-        face["nose_width"] * 1.2 - side, 0.6
+    at = frame.band(0.28, 0.17)
+    cheek = _unit(1.0 - _square((at.side - 0.42) * (1 / 0.2)) - _square((at.v - 0.28) * (1 / 0.16)))
+    cheek *= head[at.where]
+    yield at.where, cheek * (0.10 + 0.12 * chance[10]), looks.skin * _flat((1.06, 0.72, 0.72))
+    yield frame.where, head, looks.skin, _shade(looks, frame, inside)
+
+    at = frame.band(face["eye_y"] + 0.08, 0.2 + slack, "y")
+    ear = (
+        1.0
+        - _square((np.abs(at.x + frame.yaw * 0.3) - face["width"]) / face["ear"])
+        - _square((at.y - face["eye_y"] - 0.08) * (1 / 0.19))
     )
-    bridge = _unit(1.0 - np.abs(side - 0.05 - face["nose_width"] * 0.25) * 13.0)
-    shade -= (
-        0.11 * bridge * _unit((face["nose_y"] - v) * 3.0) * _unit((v - face["eye_y"]) * 4.0 + 0.3)
+    yield at.where, edge(ear, 0.12) * ~is_long, looks.skin * 0.84
+
+    some = _where(is_long & has_hair)
+    if len(some):
+        at = frame.only(some)
+        length = 0.4 + 0.5 * mode[9, some]
+        behind = (
+            1.0
+            - _square(at.x / (face["width"][some] + volume[some] * 0.6))
+            - _square((at.y + 0.08 - length * 0.6) / (face["crown"][some] + 0.06 + length * 0.6))
+        )
+        yield at.where, edge(behind, 0.38), looks.hair[:, some] * 0.68
+    at = frame.band(10.55, 10.0 + 2.0 * slack, "y")  # all below the chin
+    neck = edge(face["width"] * 0.60 - np.abs(at.x) + np.maximum(at.y - 1.0, 0.0) * 0.4) * edge(
+        at.y - 0.55
     )
-    shade -= 0.10 * _unit(1.0 - _square(from_eye * (1 / 0.25)) - _square(eye_v * (1 / 0.15)))
+    neck *= edge(1.22 - at.y - 0.2 * (1.0 - np.abs(at.x)))
+    yield at.where, neck, looks.skin * 0.78
+    yield frame.where, edge(y - 1.06 - 0.28 * frame.xx), chance[3:6] * 0.7 + 0.08
+    grey = (chance[0] + chance[1] + chance[2]) * (1 / 3)
+    wall = 0.25 + 0.5 * (0.5 * grey + 0.5 * chance[0:3])
+    yield (
+        frame.where,
+        np.ones_like(x),
+        wall,
+        1.0 + (chance[11] - 0.5) * 0.5 * x + (chance[12] - 0.5) * 0.5 * y,
+    )
+
+
+def _shade(looks: _Looks, frame: _Frame, inside: Floats) -> Floats:
+    """Brightness of the skin: shadows of the nose, of the eyes and of the outline, creases."""
+    face, mode, edge, slack = looks.face, looks.mode, frame.edge, frame.slack
+    shade = np.ones_like(inside)
+    at = frame.band(face["nose_y"] + 0.05, 0.06 + 2.0 * slack)
+    below_nose = at.v - face["nose_y"]
+    shade[at.where] -= (
+        face["nose_shadow"]
+        * edge(0.05 - np.abs(below_nose - 0.05), 0.5)
+        * edge(face["nose_width"] * 1.2 - at.side, 0.6)
+    )
+    middle = 0.5 * (face["nose_y"] + face["eye_y"])
+    at = frame.band(middle, np.abs(face["nose_y"] - middle) + 0.08)
+    bridge = _unit(1.0 - np.abs(at.side - 0.05 - face["nose_width"] * 0.25) * 13.0)
+    shade[at.where] -= (
+        0.11
+        * bridge
+        * _unit((face["nose_y"] - at.v) * 3.0)
+        * _unit((at.v - face["eye_y"]) * 4.0 + 0.3)
+    )
+    reach = 0.155 + 0.26 * np.abs(face["eye_tilt"])
+    at = frame.band(face["eye_y"], reach)
+    from_eye = at.side - face["eye_x"]
+    eye_v = at.v - face["eye_y"] + face["eye_tilt"] * from_eye
+    shade[at.where] -= 0.10 * _unit(
+        1.0 - _square(from_eye * (1 / 0.25)) - _square(eye_v * (1 / 0.15))
+    )
     shade -= 0.14 * _unit(1.0 - inside * 3.0)
-    crease = _unit(1.0 - np.abs(side - face["mouth_width"] * 0.75 - 0.5 * below_nose) * 16.0)
-    shade -= (
+    at = frame.band(face["nose_y"] + 0.15, 0.18 + slack)
+    below_nose = at.v - face["nose_y"]
+    crease = _unit(1.0 - np.abs(at.side - face["mouth_width"] * 0.75 - 0.5 * below_nose) * 16.0)
+    shade[at.where] -= (
         0.16
         * np.maximum(mode[3] - 0.55, 0.0)
         * crease
         * edge(below_nose + 0.02)
         * edge(0.3 - below_nose)
     )
-    cheek = _unit(1.0 - _square((side - 0.42) * (1 / 0.2)) - _square((v - 0.28) * (1 / 0.16)))
-    yield cheek * head * (0.10 + 0.12 * chance[10]), looks.skin * _flat((1.06, 0.72, 0.72))
-    yield head, looks.skin, shade
-
-    ear = (
-        1.0
-        - _square((np.abs(x + frame.yaw * 0.3) - face["width"]) / face["ear"])
-        - _square((y - face["eye_y"] - 0.08) * (1 / 0.19))
-    )
-    yield edge(ear, 0.12) * ~is_long, looks.skin * 0.84
-
-    length = (0.4 + 0.5 * mode[9]) * is_long
-    behind = (
-        1.0
-        - _square(x / (face["width"] + volume * 0.6))
-        - _square((y + 0.08 - length * 0.6) / (face["crown"] + 0.06 + length * 0.6))
-    )
-    yield edge(behind, 0.38) * (is_long & has_hair), looks.hair * 0.68
-    neck = edge(face["width"] * 0.60 - np.abs(x) + np.maximum(y - 1.0, 0.0) * 0.4) * edge(y - 0.55)
-    neck *= edge(1.22 - y - 0.2 * (1.0 - np.abs(x)))
-    yield neck, looks.skin * 0.78
-    yield edge(y - 1.06 - 0.28 * frame.xx), chance[3:6] * 0.7 + 0.08
-    grey = (chance[0] + chance[1] + chance[2]) * (1 / 3)
-    wall = 0.25 + 0.5 * (0.5 * grey + 0.5 * chance[0:3])
-    yield np.ones_like(x), wall, 1.0 + (chance[11] - 0.5) * 0.5 * x + (chance[12] - 0.5) * 0.5 * y
+    return shade
 
 
 @cache

@@ -28,6 +28,7 @@ from qmargin.data.audio import (
 )
 from qmargin.data.index import Texts
 from qmargin.data.open import open_audio
+from qmargin.data.order import MAX_BYTES
 from qmargin.data.stored import AudioDataset, check_several
 from qmargin.errors import ConfigError, CorruptSample, DataError
 from qmargin.models.features import FULL_SCALE, FilterBank, subtract_mean
@@ -344,7 +345,6 @@ class SpectrumMasks:
 
 
 SPEEDS = (1.0, 0.9, 1.1)
-MAX_BYTES = 16 << 30  # of samples in memory
 _MOST_THREADS = 8
 _BLOCK = 256  # recordings between two checks of the memory
 
@@ -547,6 +547,8 @@ def build_augmentation(
     sample_rate: int,
 ) -> SpeechAugmentation | None:
     """Noise and rooms by the options of a recipe; None for neither."""
+    if not 0.0 <= augment <= 1.0:
+        raise ConfigError(f"augment is {augment}; give a share from 0 to 1")
     if simulate_rooms and response_path is not None:
         raise ConfigError(f"response_path is {response_path!r}, simulate_rooms is set; choose one")
     responses: ResponseSource | None = None

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qmargin.data.order import check_count, check_samples, derived_seed
+from qmargin.data.order import MAX_BYTES, check_count, check_samples, derived_seed
 from qmargin.errors import ConfigError, ShapeError
 
 
@@ -45,10 +45,15 @@ class SyntheticDataset:
             raise IndexError(f"sample {index} of {len(self)}")
         return index // self.samples_per_class
 
+    def _checked_labels(self, labels: NDArray[np.integer]) -> NDArray[np.int64]:
+        checked = np.asarray(labels, np.int64)
+        if checked.size and (checked.min() < 0 or checked.max() >= self.num_classes):
+            raise IndexError(f"a label is outside [0, {self.num_classes})")
+        return checked
+
     def sample_id(self, index: int) -> str:
         """Identity and number of a sample."""
-        label, number = divmod(index, self.samples_per_class)
-        return f"identity-{label}/sample-{number}"
+        return f"identity-{self._label(index)}/sample-{index % self.samples_per_class}"
 
     def source(self, index: int) -> str:
         """Labels are computed, not written anywhere."""
@@ -127,6 +132,12 @@ class DrawnIdentities(SyntheticDataset):
     ) -> tuple[NDArray[np.float32], NDArray[np.integer]]:
         """Results of ``read`` for several samples."""
         if self.in_memory and "images" not in self._kept:
+            num_bytes = math.prod((len(self), *self.images(np.arange(0)).shape[1:]))
+            if num_bytes > MAX_BYTES:
+                raise ConfigError(
+                    f"{len(self):,} pictures take {num_bytes / 2**30:.1f} GiB and at most "
+                    f"{MAX_BYTES / 2**30:.1f} are held; set in_memory to false"
+                )
             self._kept["images"] = self.images(np.arange(len(self)))
         pictures = self._kept["images"][indices] if self.in_memory else self.images(indices)
         return self.augmented(pictures, seeds), self._labels_of(indices)

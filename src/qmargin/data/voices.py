@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.data.audio import AudioInfo, Samples, Span, change_rate, played_rate
-from qmargin.data.order import check_samples, derived_seed
+from qmargin.data.order import MAX_BYTES, check_samples, derived_seed
 from qmargin.data.people import People, kin_lists, set_by_traits, traits_of
 from qmargin.data.speech import (
-    MAX_BYTES,
     SPEEDS,
     SpectrumMasks,
     SpeechDataset,
@@ -181,7 +180,7 @@ class Voices(SyntheticDataset):
 
     def speaker(self, label: int) -> Speaker:
         """Voice of a speaker."""
-        number = numbers_in_world(np.array([label]), self.split)
+        number = numbers_in_world(self._checked_labels(np.array([label])), self.split)
         world = np.uint64(derived_seed(self.seed))
         traits, _ = traits_of(world, number)
         traits = traits.astype(np.float64)
@@ -258,7 +257,7 @@ class Voices(SyntheticDataset):
 
     def sample_id(self, index: int) -> str:
         """Split, speaker and number, so that names differ between splits."""
-        label, number = divmod(index, self.samples_per_class)
+        label, number = self._label(index), index % self.samples_per_class
         return f"{self.split}-speaker-{label}/utterance-{number}"
 
     def _seconds(self, key: Keys) -> float:
@@ -457,19 +456,27 @@ def _ring(
     widths: Doubles,
     length: int,
 ) -> None:
-    """Add pulses at distinct samples that ring in resonators, ``[pulses, resonators]``."""
+    """Add pulses at distinct samples that ring in resonators, ``[pulses, resonators]``.
+
+    ``out`` is as long as the last pulse rings.
+    """
     radius = _exponential(widths * (-math.pi / RATE))
-    first = 2.0 * radius * _cosine(centres * (2.0 * math.pi / RATE))
-    second = -radius * radius
-    now, before = levels * (1.0 - radius), np.zeros_like(levels)
+    first = np.ascontiguousarray((2.0 * radius * _cosine(centres * (2.0 * math.pi / RATE))).T)
+    second = (-radius * radius)[:, None]
+    now = np.ascontiguousarray((levels * (1.0 - radius)).T)
+    before, product, total = np.zeros_like(now), np.empty_like(now), np.empty_like(now[0])
+    steps = np.unique(np.diff(at))
+    is_regular = len(steps) == 1  # samples in a slice are found faster than by their numbers
     for place in range(length):
-        total = now[:, 0].copy()
-        for resonator in range(1, now.shape[1]):  # in this order on every machine
-            total += now[:, resonator]
-        at_end = at + place
-        out[at_end[at_end < len(out)]] += total[at_end < len(out)]
+        np.copyto(total, now[0])
+        for resonator in now[1:]:  # in this order on every machine
+            total += resonator
+        if is_regular:
+            out[at[0] + place : at[-1] + place + 1 : steps[0]] += total
+        else:
+            out[at + place] += total
         before *= second
-        before += first * now
+        before += np.multiply(first, now, out=product)
         now, before = before, now
 
 
@@ -485,7 +492,7 @@ def _recorded(clean: Doubles, key: Keys, difficulty: float) -> NDArray[np.int16]
         delay = int(80 + 1200 * chance[echo])
         weight = ROOM * room * (2.0 * chance[NUM_ECHOES + echo] - 1.0) / (1.0 + delay / 400.0)
         heard[delay:] += weight * clean[:-delay]
-    level = math.sqrt(math.fsum(heard * heard) / len(heard)) + 1e-9
+    level = math.sqrt(math.fsum((heard * heard).tolist()) / len(heard)) + 1e-9
     share = (hiss - difficulty * USUAL) / (WORST - USUAL)  # from 0 to the difficulty
     ratio = difficulty / SNR[1] + (1.0 / SNR[0] - 1.0 / SNR[1]) * share
     noise = normals(joined_keys(key, np.array([6])), len(heard))[0].astype(np.float64)

@@ -28,7 +28,7 @@ from qmargin.report.numbers import MISSING, rate_text, signed
 from qmargin.report.systems import Primary, Repeats, find_repeats, load_panels, spread
 from qmargin.report.table import CellValue, Column, Number, Table
 from qmargin.report.tables import repeats_table
-from qmargin.report.verdicts import ONE_RUN, planned_verdicts
+from qmargin.report.verdicts import ONE_RUN, plain_text, planned_verdicts
 from qmargin.report.write import ReportOptions, write_report
 from qmargin.training.recipe import Recipe
 from qmargin.training.reporting import JOURNAL
@@ -348,7 +348,7 @@ def repeats_of(paths: Sequence[Path], title: str, primary: Primary | None = None
 
 
 def summary(finished: Finished) -> tuple[list[str], list[list[str]], list[str]]:
-    """Heads and rows of a table of EERs and TARs, and the comparisons fixed beforehand."""
+    """Heads and rows of a table of EERs and TARs, and what they say in words."""
     experiment = finished.experiment
     repeats = repeats_of(finished.paths[RESULT], experiment.title, experiment.comparison)
     heads = ["", "EER %", *(f"TAR % at {rate_text(far)}" for far in repeats.fars)]
@@ -360,8 +360,21 @@ def summary(finished: Finished) -> tuple[list[str], list[list[str]], list[str]]:
         ]
         for name in repeats.systems
     ]
-    words = planned_verdicts(repeats, repeats.headline_far)
-    return heads, rows, [*words, _cover(repeats)] if words else ["There is nothing to compare."]
+    planned = planned_verdicts(repeats, repeats.headline_far)
+    words = [*planned, _cover(repeats)] if planned else ["There is nothing to compare."]
+    return heads, rows, [*_plain(repeats), *words]
+
+
+def _plain(repeats: Repeats) -> list[str]:
+    """What the largest TAR of the table means, in plain words."""
+    far = repeats.headline_far
+    if far is None:
+        return []
+    name = repeats.ranked(far)[0]
+    tar = statistics.fmean(repeats.values(name, far))
+    num_impostors = repeats.systems[name][0].result.protocol.num_impostors
+    said = plain_text(far, tar, num_impostors)
+    return [f"{name} at FAR {rate_text(far)} in plain words: {said}"]
 
 
 def _cover(repeats: Repeats) -> str:

@@ -27,7 +27,10 @@ COLOURS = (
     *("#8f6900", "#2b86c0", "#4d5763", "#8a3b2a"),
 )
 MARKERS = "os^DvPph"
-DASHES: Any = ("-", "--", ":", "-.")
+DASHES: Any = (  # as on the page
+    *("-", "--", ":", "-."),
+    *((0, (6, 2, 1.5, 2, 1.5, 2)), (0, (3, 1.5)), (0, (9, 3)), (0, (6, 1.5, 3, 1.5))),
+)
 SHADE: Any = {"color": "0.5", "alpha": 0.12, "lw": 0}
 LinePoint: TypeAlias = tuple[float, float, float | None]  # place, height, deviation
 Lines: TypeAlias = Mapping[str, Sequence[LinePoint]]  # by name

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from qmargin.evaluation.result import HardPair, ProtocolInfo
 from qmargin.files import MADE_BY
@@ -32,7 +33,6 @@ from qmargin.report.numbers import (
     count,
     digits_to_differ,
     number,
-    one_in,
     out_of,
     percent,
     percent_interval,
@@ -47,10 +47,12 @@ from qmargin.report.systems import (
     name_of,
 )
 from qmargin.report.table import Column, Table
-from qmargin.report.verdicts import ONE_RUN, effect_text, planned_verdicts
+from qmargin.report.verdicts import ONE_RUN, effect_text, plain_text, planned_verdicts
 
 MOST_SHOWN = 12  # hardest pairs of each kind
 NUM_EXAMPLES = 2  # pairs of each kind in the opening
+FEW_LETTERS = 16  # of a name that stays on its line
+NO_BREAK = "\u00a0"  # a space that stays on its line
 EER_FACT = "equal error rate (EER)"
 
 
@@ -149,18 +151,31 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=printable,
     )
-    environment.globals.update(num_colours=plots.NUM_COLOURS, margin_of=margin_of)
+    environment.globals.update(
+        num_colours=plots.NUM_COLOURS, few_letters=FEW_LETTERS, margin_of=margin_of
+    )
     environment.filters.update(
         short=cleaned,
         count=count,
         rate=rate_text,
         number=number,
+        kept=_kept,
         place="{:.1f}".format,
         path=lambda points: Markup(plots.path_data(points)),  # numbers alone
         outline=outline,
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment
+
+
+def _kept(text: str) -> Markup:
+    """A sentence whose numbers stay on a line with their units, and names with their hyphens."""
+    held = re.sub(r" (?=%)|(?<=\bp) (?=[=<])|(?<=p.[=<]) ", NO_BREAK, cleaned(text, LONGEST_TEXT))
+    whole = Markup('<span class="few-letters">{}</span>').format
+    return Markup(" ").join(
+        whole(word) if "-" in word.strip("-") and len(word) <= FEW_LETTERS else escape(word)
+        for word in held.split(" ")
+    )
 
 
 def _policy(style: str, script: str) -> str:
@@ -273,9 +288,7 @@ def _mean_verdict(repeats: Repeats) -> Verdict:
 
 
 def _words(far: float, tar: float, protocol: ProtocolInfo) -> str:
-    accepted = one_in(far, protocol.num_impostors, "impostor")
-    refused = out_of(1.0 - tar, "genuine attempts")
-    return f"At this threshold {accepted} is accepted, and {refused} are refused."
+    return f"At this threshold {plain_text(far, tar, protocol.num_impostors)}"
 
 
 def _eer_words(eer: float) -> str:

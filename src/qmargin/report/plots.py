@@ -295,7 +295,7 @@ SMALL = Box(left=14.0, right=326.0, top=26.0, bottom=172.0)
 
 
 def histogram_chart(histogram: Histogram, threshold: float | None) -> Chart:
-    """Genuine and impostor scores, each as shares of its own count, linear and logarithmic."""
+    """Genuine and impostor scores, each on a scale of its own, linear and logarithmic."""
     edges = histogram.edges
     across = Scale(edges[0], max(edges[-1], edges[0] + 1e-12), SMALL.left, SMALL.right)
 
@@ -324,7 +324,7 @@ def histogram_chart(histogram: Histogram, threshold: float | None) -> Chart:
     digits = digits_to_differ(places, 3)  # scores may lie close together
     ticks = across.ticks(places, lambda value: number(value, digits))
     shapes = {"areas": areas, "threshold": place}
-    return Chart(340.0, 220.0, SMALL, ticks, [], shapes, "Score", "Share of pairs")
+    return Chart(340.0, 220.0, SMALL, ticks, [], shapes, "Score", "Share of pairs, own scale")
 
 
 def reliability_chart(reliability: Reliability) -> Chart:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from qmargin.metrics.operating import sufficiency
-from qmargin.report.numbers import probability, rate_text, signed
+from qmargin.report.numbers import one_in, out_of, probability, rate_text, signed
 from qmargin.report.systems import POWER, PairedDifference, Repeats, spread
 
 ONE_RUN = "one seed: training variance is not in the interval"
+
+
+def plain_text(far: float, tar: float, num_impostors: int) -> str:
+    """Both errors at a threshold, for people who know no rates."""
+    accepted = one_in(far, num_impostors, "impostor")
+    refused = out_of(1.0 - tar, "genuine attempts")
+    return f"{accepted} is accepted, and {refused} are refused."
 
 
 def effect_text(made: PairedDifference) -> str:

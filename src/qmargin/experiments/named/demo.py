@@ -30,6 +30,7 @@ from qmargin.experiments.slots import num_cores
 from qmargin.experiments.space import with_point
 from qmargin.experiments.worlds import Drawn, Made
 from qmargin.registry import register_experiment
+from qmargin.training.checkpoint import check_writable
 from qmargin.training.distributed import choose_device
 
 TITLES = {"people": "synthetic people", "voices": "synthetic voices"}
@@ -208,6 +209,10 @@ def run_demo(
         raise ConfigError(f"voices are synthetic and data are pictures of {data}; give one of them")
     kind = choose_device(0, device).type
     standard = (SIZES if data is not None else VOICE_SIZES if voices else PEOPLE_SIZES)[kind]
+    if losses:
+        demo_experiment(kind, size=standard).with_arms(losses)  # refused before steps are timed
+    if out.exists():
+        check_writable(out)
     size, planned, pace = find_size(out, standard, kind, minutes, data)
     made = replace(
         demo_experiment(kind, data, size=size),
