@@ -10,11 +10,12 @@
 # OPTIONS="--arms arcface cosface q_margin". DEVICE is cuda. Works in a checkout that is not
 # installed, with the dependencies in PYTHONPATH.
 set -uo pipefail
-out=$(realpath -m "$1") commit=$2 data=$3
+out=$(realpath -m "$1") commit=$2 data=$(realpath -m "$3")
 shift 3
 here=$PWD
 cd "$(dirname "$0")/../.."
-runs=$(realpath -m "${RUNS:-runs/experiments}") minutes=${MINUTES:-9} python=${PYTHON:-python3}
+below() { realpath -m --relative-base="$PWD" "$1"; } # pages show no folders above the checkout
+runs=$(below "${RUNS:-runs/experiments}") data=$(below "$data") minutes=${MINUTES:-9} python=${PYTHON:-python3}
 device=${DEVICE:-cuda} saving=${SAVING:-60} # seconds of that for runs that stop, and for the archive
 export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 read -ra options <<<"${OPTIONS:-}"
@@ -65,7 +66,7 @@ failed=0
 for name in "$@"; do
     label=$(basename "$name" .yaml) jobs=18 own=()
     case $name in
-    *.yaml) name=$(cd "$here" && realpath "$name") jobs=${JOBS:-2} ;;
+    *.yaml) name=$(below "$(cd "$here" && realpath "$name")") jobs=${JOBS:-2} ;;
     demo-search) own=(--search-only) jobs=12 ;;
     omniglot) own=(--data "$data/omniglot32/omniglot32.npz") ;;
     audiomnist) own=(--data "$data/audiomnist60") ;;

@@ -17,6 +17,7 @@ import torch
 from helpers.experiments import run
 from qmargin.cli.paper import EXPERIMENTS
 from qmargin.data.people import People
+from qmargin.errors import ConfigError, DataError
 from qmargin.experiments.experiment import Arm, Search, TestProtocol, make_arm
 from qmargin.experiments.named import (
     MARGIN_KINDS,
@@ -25,12 +26,15 @@ from qmargin.experiments.named import (
     setting_point,
 )
 from qmargin.experiments.named.demo import DEMO_GRID, DEMO_SETTINGS, VOICE_GRID, demo_experiment
+from qmargin.experiments.named.design import COMPARED, LOSSES
 from qmargin.experiments.named.people import SIZE, study
 from qmargin.experiments.run import Outcome
+from qmargin.experiments.runner import _record
 from qmargin.experiments.search import Tried
 from qmargin.experiments.space import Point
 from qmargin.experiments.tables import _best_of_each, edges_of, write_figures
 from qmargin.report.paper_layouts import FACE_ROWS, SEEDS_ROW, SPEAKER_ROWS, Setting
+from qmargin.training.recipe_files import apply_settings
 
 ROOT = Path(__file__).parents[2]
 MADE = ("demo", "demo-search", "demo-voices", "voices-search", "strokes-1m")
@@ -72,7 +76,8 @@ def test_every_loss_gets_the_same_effort(tmp_path: Path, name: str) -> None:
 def test_every_loss_of_a_study_searches_the_same_region(tmp_path: Path, name: str) -> None:
     """As many points, the same hardness and updates; each meets each margin equally often."""
     experiment = get_experiment(name, data=None if STUDIES[name] is None else tmp_path)
-    assert set(experiment.arms) >= {"arcface", "cosface", "q_margin", "entmax"}
+    others = ("entmax", "sparsemax", "adaface", "magface", "sampled") * (name == "people-10k")
+    assert tuple(experiment.arms) == ("arcface", "cosface", "q_margin", *others)
     levels: set[tuple[str, ...]] = set()
     for key, arm in experiment.arms.items():
         assert len(arm.points) == 20 and arm.like is None
@@ -97,6 +102,34 @@ def test_every_loss_of_a_study_searches_the_same_region(tmp_path: Path, name: st
                for key in ("arcface", "cosface")}  # fmt: skip
     assert (min(margins["arcface"]), max(margins["arcface"])) == (0.05, 0.5)
     assert (min(margins["cosface"]), max(margins["cosface"])) == (0.1, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        (
+            "data.num_test=3",
+            r"FAR 0\.0001.* 3 identities.* about 15 identities of 10",
+        ),
+        ("data.num_validation=50", r"tar@0\.0001.* about 78 identities of 10 samples \(now 50\)"),
+    ],
+)
+def test_a_study_that_cannot_resolve_its_rate_is_refused(
+    tmp_path: Path, setting: str, text: str
+) -> None:
+    """Before anything is drawn or trained, with the number of identities that it needs."""
+    small = get_experiment("people-10k", device="cpu").with_settings([setting])
+    with pytest.raises((ConfigError, DataError), match=text):
+        run(small, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_comparison_of_a_study_is_fixed_and_more_losses_may_follow() -> None:
+    experiment = get_experiment("people-10k")
+    fixed = {"focus": "q_margin", "rivals": ["cosface"], "far": 1e-4}
+    for arms in (["cosface", "q_margin"], list(COMPARED), list(experiment.arms)):
+        assert _record(experiment.with_arms(arms), None)["primary"] == fixed
+    assert _record(experiment.with_arms(["arcface", "q_margin"]), None)["primary"] != fixed
 
 
 def test_points_of_a_study_are_the_updates_and_losses_that_they_say() -> None:
@@ -124,6 +157,50 @@ def test_points_of_a_study_are_the_updates_and_losses_that_they_say() -> None:
         rate = (recipe.loss.order - 1.0) * recipe.loss.scale
         reach = math.exp(rate * recipe.loss.margin) / rate
         assert reach == pytest.approx(float(point["reach"])) and recipe.loss.margin >= 0.0
+
+
+def test_settings_of_many_people_are_tried_on_a_tenth_of_them() -> None:
+    """With the scales of all of them, and as long as those of a tenth."""
+    made = {}
+    for name in ("people-10k", "people-100k"):
+        experiment = get_experiment(name)
+        point = experiment.arms["q_margin"].points[7]
+        recipe = experiment.run_recipe("q_margin", point, seed=0, is_search=True)
+        made[name] = apply_settings(recipe, experiment.search.settings)
+        assert made[name].loss == recipe.loss
+        assert made[name].data.num_classes == 10_000 and made[name].run.epochs == 2
+    few, many = made.values()
+    assert few.data == many.data and few.model == many.model and few.loss != many.loss
+
+
+def test_the_page_has_the_sizes_of_the_studies() -> None:
+    page = (ROOT / "docs" / "results" / "named-experiments.md").read_text()
+    _, *rows = next(table for table in tables_in(page) if "steps, full" in table[0])
+    found = {}
+    for cell, *numbers in rows:
+        for name in re.findall("`(.*?)`", cell):
+            found[name, "five" in cell] = numbers
+    assert {name for name, _ in found} == set(STUDIES)
+    for (name, is_other), (epochs, steps, *millions) in found.items():
+        if STUDIES[name] is not None:
+            continue  # needs the data
+        experiment = get_experiment(name)
+        recipe, search = experiment.recipe, experiment.search
+        tried = apply_settings(recipe, search.settings)
+        arms = {key: arm for key, arm in experiment.arms.items() if (key in COMPARED) != is_other}
+        samples, few = (
+            one.data.num_classes * one.data.options["samples_per_class"] * one.run.epochs / 1e6
+            for one in (recipe, tried)
+        )
+        parts = [
+            sum(len(arm.points) for arm in arms.values()) * few,
+            len(arms) * search.finalists * samples,
+            sum(len(experiment.seeds_of(key)) for key in arms) * samples,
+        ]
+        assert [float(one) for one in millions] == pytest.approx([*parts, sum(parts)], abs=0.05)
+        assert epochs == f"{tried.run.epochs}, {recipe.run.epochs}"
+        per_epoch = round(1e6 * samples / recipe.run.epochs) // recipe.data.batch_size
+        assert steps == f"{recipe.run.epochs * per_epoch:,}"
 
 
 def test_noise_of_a_study_is_in_its_training_alone() -> None:
@@ -233,7 +310,9 @@ def test_a_figure_of_many_settings_has_a_line_for_each_loss(tmp_path: Path) -> N
     found = {(one.arm, one.point["hardness"]): one.mean("tar@0.0001") for one in best}
     assert found == places and len(found) == 10
     assert len(_best_of_each(tried, "eer", "hardness")) == 10
-    files = write_figures(tried, "tar@0.0001", tmp_path)
+    titles = {key: arm.title for key, arm in experiment.arms.items()}
+    files = write_figures(tried, "tar@0.0001", tmp_path, titles)
+    assert "Q-Margin, best at each hardness" in files[0].read_text()
     assert [path.name for path in files] == ["sensitivity.svg", "sensitivity.pdf"]
 
 
@@ -243,7 +322,7 @@ def test_losses_of_a_study_learn(tmp_path: Path, name: str) -> None:
         num_classes=60, samples_per_class=4, epochs=1, batch_size=32, width=8, depth=0,
         embedding_dim=128,
     )  # fmt: skip
-    made = study("toy", "toy", "?", "", size=size).with_arms([name])
+    made = study("toy", "toy", "?", "", size=size, losses=LOSSES).with_arms([name])
     arm = made.arms[name]
     toy = replace(
         made.with_settings(["precision.dtype=fp32", "data.num_test=20", "data.num_validation=20"]),

@@ -27,8 +27,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def call(folder: Path, runs: str, out: str, *names: str, **environment: str) -> str:
-    """Run the script in a folder; what it printed."""
+def call(
+    folder: Path, runs: str, out: str, *names: str, root: Path = ROOT, **environment: str
+) -> str:
+    """Run the script of a checkout in a folder; what it printed."""
     given = {
         "PYTHON": sys.executable,
         "DEVICE": "cpu",
@@ -38,7 +40,7 @@ def call(folder: Path, runs: str, out: str, *names: str, **environment: str) -> 
         **environment,
     }
     done = subprocess.run(
-        ["bash", str(ROOT / "docs" / "results" / "run.sh"), out, "abc", "none", *names],
+        ["bash", str(root / "docs" / "results" / "run.sh"), out, "abc", "none", *names],
         cwd=folder,
         env={**os.environ, **given},
         capture_output=True,
@@ -62,6 +64,17 @@ def test_a_call_continues_from_the_archive_of_another(tmp_path: Path) -> None:
     assert page.startswith("# Small") and "1 or 2 seeds" in page
     names = {path.name.rpartition("-")[0] for path in (tmp_path / "second/small/runs").iterdir()}
     assert names == {"cosface-seed0", "cosface-seed1", "q_margin-seed0"}
+
+
+def test_pages_show_no_folder_above_the_checkout(tmp_path: Path) -> None:
+    root = tmp_path / "checkout"
+    (root / "docs" / "results").mkdir(parents=True)
+    shutil.copy(ROOT / "docs" / "results" / "run.sh", root / "docs" / "results")
+    (root / "small.yaml").write_text(SMALL)
+    call(root, "runs/experiments", "out", "small.yaml", root=root)
+    page = (root / "runs" / "experiments" / "pages" / "small.md").read_text()
+    assert "`qmargin compare small.yaml --devices cpu" in page
+    assert "--out runs/experiments/small " in page and str(tmp_path) not in page
 
 
 def test_the_archive_has_the_newest_checkpoints_of_unfinished_runs_that_fit(tmp_path: Path) -> None:

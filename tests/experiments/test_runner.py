@@ -154,7 +154,7 @@ def test_a_page_has_the_question_and_what_was_expected(tmp_path: Path) -> None:
     asked = small_comparison(question="Which is better?", expected="Q-Margin is ahead.")
     finished, _ = run(asked, tmp_path)
     page = results_page(finished, command="compare")
-    start = page.partition("## Found")[0]
+    start = page.partition("## Verdict")[0]
     assert "## Question\n\nWhich is better?\n\n[Expected before any run]" in start
     assert start.index("Q-Margin is ahead.") < start.index("## Set-up") < start.index("- training")
     silent = replace(finished, experiment=replace(asked, question="", expected=""))

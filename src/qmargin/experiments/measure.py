@@ -68,8 +68,12 @@ def fars_for(num_impostors: int) -> list[float]:
     return [far for far in VALIDATION_FARS if sufficiency(far, num_impostors).status == "ok"]
 
 
-def choose_measure(asked: str | None, num_impostors: int) -> str:
+def choose_measure(
+    asked: str | None, num_impostors: int, sizes: tuple[int, int] | None = None
+) -> str:
     """Return a measure by its name, or the strictest TAR that is measured well.
+
+    ``sizes`` are the numbers of identities and of samples, for the error message.
 
     Examples:
         >>> choose_measure("tar@1e-3", 2_000_000), choose_measure(None, 2_000_000)
@@ -83,8 +87,15 @@ def choose_measure(asked: str | None, num_impostors: int) -> str:
     far = far_of(asked)
     name = asked if far is None else tar_name(far)
     if name not in names:
+        least = ""
+        if far in VALIDATION_FARS and sizes is not None:
+            each = sizes[1] / sizes[0]
+            least = (
+                f", and it needs about {identities_for(far, each, ENOUGH_FALSE_ACCEPTS):,} "
+                f"identities of {each:.3g} samples (now {sizes[0]:,})"
+            )
         raise ConfigError(
-            f"the measure is {asked!r}; the validation pairs allow {', '.join(names)}"
+            f"the measure is {asked!r}; the validation pairs allow {', '.join(names)}{least}"
         )
     return name
 

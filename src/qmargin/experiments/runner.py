@@ -17,6 +17,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import Result, read_result
 from qmargin.experiments.board import SHARE_OF_TRAINING, Board, seconds_left
@@ -238,7 +240,8 @@ class _Conductor:
             if labels is None:
                 raise ConfigError("the validation data do not list their labels")
             check_pairs(labels)
-            measure = choose_measure(experiment.search.measure, num_pairs(labels)[1])
+            sizes = len(np.unique(np.asarray(labels))), len(labels)
+            measure = choose_measure(experiment.search.measure, num_pairs(labels)[1], sizes)
         for seed in experiment.seeds_of(name)[:1]:
             recipe = experiment.run_recipe(name, point, seed=seed, is_search=False)
             if unchecked := world.check(recipe):
@@ -598,7 +601,8 @@ def _record(experiment: Experiment, measure: str | None) -> dict[str, Any]:
         },
     }
     if experiment.primary is not None:  # fixed before the test, so it cannot change
-        found["primary"] = asdict(experiment.primary)
+        rivals = experiment.primary.rivals[:1]  # others are corrected as all comparisons are
+        found["primary"] = asdict(replace(experiment.primary, rivals=rivals))
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
 

@@ -131,7 +131,10 @@ def write_search(
     files = search_table(experiment, rows, chosen).files(SEARCH)
     for name, content in files.items():
         write_atomically(out / name, content)
-    return [*(out / name for name in files), *write_figures(rounds[0], measure, out / FIGURES)]
+    return [
+        *(out / name for name in files),
+        *write_figures(rounds[0], measure, out / FIGURES, _titles(experiment)),
+    ]
 
 
 def search_table(
@@ -236,8 +239,17 @@ def _measure_text(measure: str, *, percent: str = "", rate: str = "FAR ") -> str
     return f"EER{percent}" if far is None else f"TAR{percent} at {rate}{rate_text(far)}"
 
 
-def write_figures(tried: Sequence[Tried], measure: str, folder: Path) -> list[Path]:
-    """``sensitivity`` and ``effective-margin`` as SVG and PDF, if there are enough points."""
+def _titles(experiment: Experiment) -> dict[str, str]:
+    return {name: arm.title for name, arm in experiment.arms.items()}
+
+
+def write_figures(
+    tried: Sequence[Tried], measure: str, folder: Path, titles: Mapping[str, str]
+) -> list[Path]:
+    """``sensitivity`` and ``effective-margin`` as SVG and PDF, if there are enough points.
+
+    ``titles`` are those of the arms.
+    """
     if not has_matplotlib():
         return []
     height, written = _measure_text(measure, percent=" %"), []
@@ -251,16 +263,17 @@ def write_figures(tried: Sequence[Tried], measure: str, folder: Path) -> list[Pa
         def label(one: Tried) -> str:
             others = [k for k in varied if k != key and k in one.point]
             texts = [f"{SIGNS.get(k, k)} = {one.point[k]}" for k in others]
-            return ", ".join([one.arm] * several + texts) or measure
+            return ", ".join([titles[one.arm]] * several + texts) or measure
 
         lines = _lines(tried, measure, lambda one: _float(one.point[key]), label)
         if len(lines) > MOST_LINES:
             key = HARDNESS if HARDNESS in numbers else key
+            name = LABELS.get(key, key).lower()
             lines = _lines(
                 _best_of_each(tried, measure, key),
                 measure,
                 lambda one: _float(one.point[key]),
-                lambda one: f"{one.arm}, the best of each",
+                lambda one: f"{titles[one.arm]}, best at each {name}",
             )
         written += write_lines(folder / STEMS[0], {LABELS.get(key, key): lines}, height)
     panels = margin_panels(tried, measure, [key for key in varied if key not in SHOWN])
@@ -386,7 +399,7 @@ def results_page(
     parts = [f"# {title[0].upper()}{title[1:]}", *_question(experiment)]
     parts.append("\n".join(f"- {fact}" for fact in facts))
     for name, heads in (
-        (RESULT, ["## Found"]),
+        (RESULT, ["## Verdict"]),
         (NORMALISED, ["## With scores normalised by the prototypes", AS_NORM]),
     ):
         if finished.paths.get(name):
@@ -396,6 +409,8 @@ def results_page(
     if finished.rounds:
         drawn = f"![{_measure_text(finished.measure or EER)} of the settings]({figure})"
         parts += ["## Settings", *([drawn] if figure else []), *_choice(finished)]
+        notes = edge_notes(experiment, finished.rounds, finished.measure or EER)
+        parts += ["## Notes", *notes] if notes else []
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
@@ -489,16 +504,18 @@ def _choice(finished: Finished) -> list[str]:
     is_made = isinstance(experiment.world, Made)
     held_out = "other ones" if is_made else "a part of the training identities that it holds out"
     counts = sorted({sum(other.arm == one.arm for other in first) for one in first})
-    length, longer = first[0].recipe.run.epochs, ""
+    length, longer, part = first[0].recipe.run.epochs, "", ""
     seeds = "" if len(search.seeds) == 1 else f" with each of {len(search.seeds)} seeds"
+    if is_made and first[0].recipe.data.num_classes != experiment.recipe.data.num_classes:
+        part = f" on {first[0].recipe.data.num_classes:,} classes"
     if search.finalists:
         longer = (
             f", and with the best {search.finalists} of different alpha or scale for "
-            f"{experiment.recipe.run.epochs} epochs"
+            f"{experiment.recipe.run.epochs} epochs{' on all classes' if part else ''}"
         )
     parts = [
         f"Each loss was trained with {' or '.join(map(str, counts))} settings for {length} "
-        f"epoch{'s' * (length > 1)}{seeds}{longer}, and has the one with {aim} on validation "
+        f"epoch{'s' * (length > 1)}{part}{seeds}{longer}, and has the one with {aim} on validation "
         f"identities, {held_out}. Failed runs count as TAR 0. Hardness tells which negatives a "
         "loss weighs, see `qmargin.hardness`."
     ]
@@ -514,7 +531,7 @@ def _choice(finished: Finished) -> list[str]:
         best = ranked(tried, measure)
         rows = [one for name in experiment.arms for one in best.get(name, ())]
         parts.append(_markdown(search_table(experiment, rows, finished.chosen)))
-    return [*parts, *edge_notes(experiment, finished.rounds, measure)]
+    return parts
 
 
 def edge_notes(

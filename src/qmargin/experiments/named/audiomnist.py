@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from qmargin.experiments.experiment import Experiment, Search, TestProtocol
+from qmargin.experiments.experiment import Experiment, TestProtocol
 from qmargin.experiments.named import SIZES, drawn_recipe, needed
-from qmargin.experiments.named.design import LOSSES, SEEDS, study_arms, study_recipe
-from qmargin.experiments.named.people import FINALIST_SEEDS
+from qmargin.experiments.named.design import (
+    PRIMARY,
+    REPLICATES,
+    SEEDS,
+    study_arms,
+    study_recipe,
+    study_search,
+)
 from qmargin.experiments.worlds import Stored
 from qmargin.recipes import get_recipe
 from qmargin.registry import register_experiment
@@ -40,23 +46,18 @@ def speech_recipe(epochs: int) -> Recipe:
 @register_experiment("audiomnist")
 def audiomnist(device: str = "cuda", data: Path | None = None) -> Experiment:
     """Spoken digits of speakers that no network was trained on, by a list of trials."""
-    path, short = needed(data, "audiomnist"), flatten(speech_recipe(12))
-    recipe = study_recipe(speech_recipe(40))
-    names = [name for name in LOSSES if name != "sampled"]  # of few classes none is left out
+    path, short = needed(data, "audiomnist"), flatten(speech_recipe(8))
+    recipe = study_recipe(speech_recipe(30))
     return Experiment(
         "audiomnist",
         recipe,
-        study_arms(recipe, names),
+        study_arms(recipe),
         Stored(str(path / "train"), str(path / "test"), 0.25, str(path / "trials.txt")),
         "AudioMNIST, 20 speakers",
-        TestProtocol("trials", fars=(1e-2, 1e-3, 1e-4)),
-        Search(
-            measure="tar@0.01",
-            settings=tuple(f"{key}={short[key]}" for key in SCALED),
-            finalists=3,
-            finalist_seeds=FINALIST_SEEDS,
-        ),
+        TestProtocol("trials", fars=(1e-2, 1e-3, 1e-4), num_replicates=REPLICATES),
+        study_search(*(f"{key}={short[key]}" for key in SCALED), measure="tar@0.01"),
         seeds=SEEDS,
+        primary=PRIMARY,
         question="Does Q-Margin verify a handful of real speakers better than CosFace?",
         expected="No difference between Q-Margin and CosFace is shown: 120 classes are few.",
     )

@@ -13,16 +13,21 @@ from dataclasses import replace
 from itertools import product
 from statistics import NormalDist
 
-from qmargin.experiments.experiment import TITLES, Arm
+from qmargin.experiments.experiment import FOCUS, HEADLINE, RIVALS, TITLES, Arm, Search
 from qmargin.experiments.named import LR_RATIO, MARGIN_KINDS
 from qmargin.experiments.space import HARDNESS, REACH, Point, value_text
 from qmargin.losses.hardness import scale_of_hardness
+from qmargin.report.systems import Primary
 from qmargin.training.recipe import Recipe
 
 # Arms with six tested runs; the others have three.
 COMPARED = ("arcface", "cosface", "q_margin")
 SEEDS = tuple(range(6))
 SEEDS_OF_OTHERS = tuple(range(3))
+PRIMARY = Primary(FOCUS, RIVALS, HEADLINE)  # refused where the test cannot measure it
+MEASURE = "tar@0.0001"  # by which settings are chosen, where the pairs allow it
+FINALISTS = 2  # settings of each loss that are trained by the full recipe before one is chosen
+REPLICATES = 400  # of the bootstrap: what intervals take from it is a variance
 LEVELS = (0.45, 0.58, 0.71, 0.84, 0.97)  # of hardness, as shares of that of the nearest class
 REACHES = (0.3, 1.2)  # least and most, unless the gap without a margin is larger
 MARGINS: dict[str, tuple[float, ...]] = {
@@ -112,7 +117,12 @@ def _alpha_and_reach(
     return alpha, round(start + column / (len(UPDATES) - 1) * (end - start), 3)
 
 
-def study_arms(recipe: Recipe, names: Sequence[str] = LOSSES) -> dict[str, Arm]:
+def study_search(*settings: str, measure: str = MEASURE) -> Search:
+    """All settings in short runs, changed by ``settings``, and the best by the full recipe."""
+    return Search(measure=measure, settings=settings, finalists=FINALISTS)
+
+
+def study_arms(recipe: Recipe, names: Sequence[str] = COMPARED) -> dict[str, Arm]:
     """Arms of the losses, for an experiment with ``SEEDS``."""
     classes, dim = recipe.data.num_classes, recipe.model.embedding_dim
     assert classes is not None  # hardness depends on it

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qmargin.experiments.experiment import Experiment, Search, TestProtocol
+from qmargin.experiments.experiment import Experiment, TestProtocol
 from qmargin.experiments.named import Size, drawn_recipe, needed
-from qmargin.experiments.named.design import SEEDS, study_arms, study_recipe
-from qmargin.experiments.named.people import FINALIST_SEEDS, MEASURE
+from qmargin.experiments.named.design import (
+    PRIMARY,
+    REPLICATES,
+    SEEDS,
+    study_arms,
+    study_recipe,
+    study_search,
+)
 from qmargin.experiments.worlds import HELD_OUT, Drawn
 from qmargin.registry import register_experiment
 
-SIZE = Size(num_classes=6368, epochs=16, batch_size=512, network="stroke_resnet", width=64, depth=2)
+SIZE = Size(num_classes=6368, epochs=12, batch_size=512, network="stroke_resnet", width=64, depth=2)
 
 DISTINCT = 0.5  # two characters count as alike if they correlate like halves of a typical one
 
@@ -37,14 +43,10 @@ def omniglot(device: str = "cuda", data: Path | None = None) -> Experiment:
         study_arms(recipe),
         world,
         "Omniglot, evaluation alphabets",
-        TestProtocol(views=4, normalise=True),
-        Search(
-            measure=MEASURE,
-            settings=("run.epochs=4",),
-            finalists=3,
-            finalist_seeds=FINALIST_SEEDS,
-        ),
+        TestProtocol(views=4, normalise=True, num_replicates=REPLICATES),
+        study_search("run.epochs=3"),
         seeds=SEEDS,
+        primary=PRIMARY,
         question=(
             "Does Q-Margin verify handwritten characters of other alphabets better than CosFace, "
             "once those that cannot be told apart by their pixels are left out?"

@@ -6,8 +6,15 @@ from pathlib import Path
 
 from qmargin.experiments.experiment import Experiment, Search, TestProtocol
 from qmargin.experiments.named import SIZES, Grid, Size, drawn_recipe, grid_arms
-from qmargin.experiments.named.design import SEEDS, study_arms, study_recipe
-from qmargin.experiments.named.people import FINALIST_SEEDS, MEASURE, TESTED
+from qmargin.experiments.named.design import (
+    PRIMARY,
+    REPLICATES,
+    SEEDS,
+    study_arms,
+    study_recipe,
+    study_search,
+)
+from qmargin.experiments.named.people import TESTED
 from qmargin.experiments.worlds import Made
 from qmargin.registry import register_experiment
 
@@ -33,21 +40,17 @@ MILLION = Size(
 @register_experiment("strokes-10k")
 def strokes_10k(device: str = "cuda", data: Path | None = None) -> Experiment:
     """10,000 synthetic stroke identities, settings chosen by each loss."""
-    recipe = study_recipe(drawn_recipe(SIZES["cuda"], dtype="bf16", data_seed=0))
+    recipe = study_recipe(drawn_recipe(SIZES["cuda"]._replace(epochs=8), dtype="bf16", data_seed=0))
     return Experiment(
         "strokes-10k",
         recipe,
         study_arms(recipe),
         TESTED,
         "synthetic stroke identities, 10,000 classes",
-        TestProtocol(normalise=True),
-        Search(
-            measure=MEASURE,
-            settings=("run.epochs=5",),
-            finalists=3,
-            finalist_seeds=FINALIST_SEEDS,
-        ),
+        TestProtocol(normalise=True, num_replicates=REPLICATES),
+        study_search("run.epochs=2"),
         seeds=SEEDS,
+        primary=PRIMARY,
         question="Does Q-Margin tell scribbles, which have no families, apart better than CosFace?",
         expected="No difference between Q-Margin and CosFace is shown: there are no look-alikes.",
     )
