@@ -24,7 +24,7 @@ from qmargin.schema import Option
 
 TESTED = Made(500, 10, 2000, 10)
 # The network of the demo's strokes has four times the work with portraits of 64 pixels.
-SIZE = PEOPLE_SIZES["cuda"]._replace(epochs=12, width=32, depth=1)
+SIZE = PEOPLE_SIZES["cuda"]._replace(epochs=20, width=32, depth=1)
 LARGE = SIZE._replace(num_classes=100_000, epochs=2)
 SHORT = "run.epochs=2"  # in the search
 
