@@ -79,3 +79,26 @@ def test_a_row_that_is_not_finite_does_not_hang_the_search():
     unit[2] = torch.nan
     solved = solve(*make_chunks(1.5, batch, unit), pulls=True)
     assert solved.level.isnan().tolist() == [False, False, True, False, False, False]
+
+
+def test_a_row_whose_search_finds_no_root_is_nan(monkeypatch):
+    """A search that is cut short leaves masses far from one; a loss of them would be wrong."""
+    batch = random_batch(997, dim=64, rows=6)
+    margin = qmargin.PriorMargin(0.05)
+    loss = qmargin.MarginLoss(qmargin.Alpha(3.0), margin, scale=1e-4, reduction="none")
+
+    def rows_of(passes):
+        monkeypatch.setattr(chunked, "MAX_PASSES", passes)
+        head = make_head(loss, batch, path="chunked", dtype=torch.float64)
+        embeddings = batch.embeddings.double().requires_grad_()
+        value = head(embeddings, batch.labels)
+        value.sum().backward()
+        return value.detach(), embeddings.grad, head.last_step.mass_error
+
+    exact, _, error = rows_of(chunked.MAX_PASSES)
+    assert bool(exact.isfinite().all()) and error < 1e-9
+    found, pulled, error = rows_of(1)
+    assert error > 1e-2 and bool(found.isnan().any())
+    kept = ~found.isnan()
+    torch.testing.assert_close(found[kept], exact[kept], rtol=2e-2, atol=1e-3)
+    assert bool(pulled[~kept].isnan().all()) and bool(pulled[kept].isfinite().all())

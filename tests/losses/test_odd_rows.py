@@ -13,6 +13,7 @@ import qmargin
 from helpers.cases import spread_cosines
 from helpers.operators import make_loss, operators
 from qmargin.errors import DataError, ShapeError
+from qmargin.kernels import solver
 
 ALPHAS = (0.5, 1.0, 1.25, 3.0)
 DIVERGENCES = [*map(qmargin.Alpha, (*ALPHAS, 2.0)), qmargin.JensenShannon()]
@@ -350,3 +351,21 @@ def test_distributions_are_checked_under_vmap():
     torch.testing.assert_close(vmap(loss, in_dims=(0, 1))(logits, target.T), expected)
     with pytest.raises(DataError):
         vmap(loss)(logits, 2 * target)
+
+
+@pytest.mark.parametrize("alpha", [0.7, 3.0])
+def test_a_row_whose_search_finds_no_root_is_nan(alpha, monkeypatch):
+    """A solver that is cut short leaves masses far from one; a loss of them would be wrong."""
+    logits = torch.randn(8, 3000, generator=torch.Generator().manual_seed(0)).double()
+    logits *= torch.logspace(-2, 3, 8)[:, None]  # the last rows are solved from the start
+    labels, options = torch.arange(8), {"alpha": alpha}
+    exact = qmargin.fenchel_young_loss(logits, labels, **options)
+    monkeypatch.setattr(solver, "MAX_STEPS", 1)
+    monkeypatch.setattr(solver, "MAX_HALVINGS", 1)
+    given = logits.clone().requires_grad_()
+    found = qmargin.fenchel_young_loss(given, labels, **options)
+    found.sum().backward()
+    kept = ~found.isnan()
+    assert bool(exact.isfinite().all()) and bool((~kept).any())
+    torch.testing.assert_close(found[kept], exact[kept], rtol=2e-2, atol=1e-2)
+    assert torch.equal(given.grad.isfinite().all(1), kept)

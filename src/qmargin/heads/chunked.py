@@ -43,6 +43,7 @@ from qmargin.kernels.head_reference import (
     project_rows,
 )
 from qmargin.kernels.solver import (
+    MOST_ERROR,
     RowSums,
     heights,
     level_change,
@@ -573,6 +574,15 @@ def solve(chunks: Chunks, target: Target, *, pulls: bool, is_certain: bool = Tru
     return solved
 
 
+def without_wrong_roots(solved: SolvedBlocks) -> SolvedBlocks:
+    """Rows whose search found no root become NaN, with their gradients."""
+    broken = torch.where(solved.mass_error > MOST_ERROR, math.nan, 0.0)
+    pulled = solved.pulled
+    if pulled is not None:
+        pulled = pulled + broken[:, None].to(pulled.dtype)
+    return solved._replace(level=solved.level + broken, pulled=pulled)
+
+
 @dataclass
 class RootSearch:
     """A root between two levels of its anchor, narrowed by passes over the blocks."""
@@ -716,7 +726,7 @@ class ChunkedStep:
             solved = log_sum_exp(self.chunks, target, self.softmax)
         else:
             options = {"pulls": has_gradient, "is_certain": self.is_certain}
-            solved = solve(self.chunks, target, **options)
+            solved = without_wrong_roots(solve(self.chunks, target, **options))
         self.solved = solved
         level = solved.level - level_step(b) * (solved.anchor - target.logits)
         sums = (solved.excess, solved.others_mass)

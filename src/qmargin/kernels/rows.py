@@ -25,6 +25,7 @@ from torch import Tensor
 
 from qmargin.kernels import dispatch, lists
 from qmargin.kernels.solver import (
+    MOST_ERROR,
     distribution_loss,
     label_loss,
     level_cost,
@@ -244,6 +245,8 @@ def _solve_block(block: Rows, distribution: Tensor | None, solver: str, bracket:
     )
     posterior, levels = posterior_rows(listed.logits, listed.log_reference, anchor, level, b)
     mass = posterior.sum(1)
+    error = (mass - 1.0).abs()
+    level = torch.where((error > MOST_ERROR) | mass.isnan(), math.nan, level)
     target = deficit = torch.zeros_like(mass)
     if block.labels is not None:
         assert listed.log_reference is not None
@@ -252,8 +255,8 @@ def _solve_block(block: Rows, distribution: Tensor | None, solver: str, bracket:
         value = distribution_loss(posterior, levels, listed.log_reference, distribution.double(), b)
     else:
         value = log_partition(posterior, listed.logits, anchor, level, b)
-    value = torch.where(mass.isnan(), mass, value)  # a broken row never has a finite value
-    tau, support, error = anchor - slacks(level, b), (posterior > 0).sum(1), (mass - 1.0).abs()
+    value = torch.where(level.isnan(), level, value)  # a broken row never has a finite value
+    tau, support = anchor - slacks(level, b), (posterior > 0).sum(1)
     number = torch.tensor(count)
     return Outcome(value, anchor, level, tau, support, error, target, deficit, number)
 

@@ -48,6 +48,7 @@ def row_log(numbers: Tensor) -> Tensor:
 
 
 MAX_STEPS = 256  # cosine logits take 4 to 15; a measure of e^-200 at alpha < 1 has taken 90
+MOST_ERROR = 1e-2  # of a row's mass: a search that ends further off has found no root
 MAX_HALVINGS = 1100  # the paper's bracket can be 1e300 wide: 1000 halvings to 1, 53 to rounding
 
 
