@@ -510,8 +510,7 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="FILE",
         help="a file of `loss --shapes --json`, whose goals join the table",
     )
-    others = parser.add_mutually_exclusive_group()
-    others.add_argument(
+    add(
         "--from",
         dest="stored",
         type=named_path,
@@ -519,7 +518,7 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="FILE",
         help="files of --json of one machine, instead of measuring",
     )
-    others.add_argument(
+    add(
         "--grid",
         type=new_file,
         metavar="FILE",
@@ -539,6 +538,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
     outputs = Outputs(arguments.page, arguments.figure, arguments.readme)
     if arguments.grid is not None:
+        if arguments.stored is not None:
+            raise ConfigError("--grid measures and --from reads files; give one of them")
         from benchmarks.sizes_grid import run_grid
 
         run_grid(
