@@ -31,7 +31,7 @@ from qmargin.report.figures import DASHES, draw_figures, has_matplotlib
 from qmargin.report.journal import MOST_POINTS, Journal, read_journal
 from qmargin.report.media import MediaFolder
 from qmargin.report.numbers import LONGEST_NAME, LONGEST_TEXT, cleaned, rate_text
-from qmargin.report.page import _environment, _examples, _kept, _shown, render_page
+from qmargin.report.page import NO_BREAK, _environment, _examples, _kept, _shown, render_page
 from qmargin.report.plots import (
     LETTERS,
     RATES,
@@ -106,7 +106,7 @@ def test_training_runs_share_a_drawing():
 
 
 def test_verdict_has_all_five_numbers(page):
-    verdict = page.partition('id="verdict"')[2].partition("</section>")[0]
+    verdict = page.partition('id="verdict"')[2].partition("</section>")[0].replace(NO_BREAK, " ")
     point = synthetic_result("A", separation=5.4).measures.tar[1]
     assert f"{100 * point.tar:.2f} %" in verdict
     assert f"{100 * point.interval[0]:.2f} to {100 * point.interval[1]:.2f} %" in verdict
