@@ -272,7 +272,7 @@ def _optional_of(hint: Any) -> Any:
 def suggest(name: str, known: Iterable[str]) -> str:
     """The part of a message that names the nearest known name, and all of them."""
     known = list(known)
-    return f"{nearest(name, known) or 'nothing is like it;'} known are {', '.join(known) or 'none'}"
+    return f"{nearest(name, known)} known are {', '.join(known) or 'none'}".lstrip()
 
 
 def check_known(
