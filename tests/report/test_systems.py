@@ -395,7 +395,7 @@ def test_tables_and_page_show_mean_and_deviation(tmp_path):
     text = page.read_text(encoding="utf-8")
     assert f"<b>{cell}</b>" in text.partition('id="repeats"')[2]
     verdict = text.partition('id="verdict"')[2].partition("</section>")[0]
-    assert f"{tars.mean():.2f} %" in verdict and "6 runs" in verdict  # of means, not of one run
+    assert f"{tars.mean():.2f}\u00a0%" in verdict and "6 runs" in verdict  # of means, not of one
     assert verdict.count('class="verdict"') == 1
 
 
