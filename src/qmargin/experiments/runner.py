@@ -101,8 +101,8 @@ class RunOptions:
     """Options of running an experiment.
 
     Args:
-        devices: Such as ``("cuda:0", "cuda:1")``. jobs: Parallel runs, spread over the devices;
-            None for one on each.
+        devices: Such as ``("cuda:0", "cuda:1")``.
+        jobs: Parallel runs, spread over the devices; None for one on each.
         storage: URL of an Optuna storage that processes and machines share.
         search_only: Stop after the search for settings.
         overwrite: Replace files that no experiment wrote.

@@ -72,7 +72,8 @@ class World:
     identities and are measured on the test identities.
 
     Args:
-        folder: Folder of shared files; set by ``prepare``. note: A note on the data for users.
+        folder: Folder of shared files; set by ``prepare``.
+        note: A note on the data for users.
     """
 
     folder: Path | None = field(default=None, compare=False, kw_only=True)

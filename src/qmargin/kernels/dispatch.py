@@ -47,15 +47,21 @@ def fault_of_kernels(index: int) -> str | None:
     except torch.OutOfMemoryError:  # no such reason
         raise
     except Exception as error:  # of Triton, its compiler or the driver
-        fault = f"{type(error).__name__}: {error}"
-        warnings.warn(
-            f"kernels of the head cannot run here ({fault}); heads take steps of plain PyTorch, "
-            "which are slower. Triton needs a C compiler and a recent driver",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return f"kernels cannot run ({fault})"
+        instead = "heads take steps of plain PyTorch, which are slower"
+        return f"kernels cannot run ({warn_of_fault(error, 'of the head', instead)})"
     return None
+
+
+def warn_of_fault(error: Exception, which: str, instead: str) -> str:
+    """Warn that these kernels cannot run, and return why."""
+    fault = f"{type(error).__name__}: {error}"
+    warnings.warn(
+        f"kernels {which} cannot run here ({fault}); {instead}. Triton needs a C compiler and a "
+        "recent driver",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return fault
 
 
 def _try_kernels(device: torch.device) -> None:

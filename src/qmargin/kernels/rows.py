@@ -14,7 +14,6 @@ it, and its logit and log reference arrive as vectors.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -207,13 +206,8 @@ def report_fault(error: Exception) -> None:
     """Record why kernels cannot run, and warn; running out of memory does not count."""
     if isinstance(error, torch.OutOfMemoryError):
         raise error
-    kernel_faults.append(f"{type(error).__name__}: {error}")
-    warnings.warn(
-        f"kernels for rows cannot run here ({kernel_faults[-1]}); rows are computed in "
-        "float64, which is slower. Triton needs a C compiler and a recent driver",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    instead = "rows are computed in float64, which is slower"
+    kernel_faults.append(dispatch.warn_of_fault(error, "for rows", instead))
 
 
 def _solve_fused(rows: Rows) -> Outcome | None:

@@ -93,7 +93,8 @@ class FilterBank(nn.Module):
     graphs, framing and the Fourier transform are one convolution.
 
     Args:
-        sample_rate: Sample rate of the waveforms, in Hz. num_bins: Number of triangles.
+        sample_rate: Sample rate of the waveforms, in Hz.
+        num_bins: Number of triangles.
         window: ``"hamming"``, ``"povey"``, ``"hann"`` or ``"rectangular"``.
         dither: Standard deviation of noise added to each sample, in steps of 16-bit audio, in
             training mode only. It is drawn from torch's generator; for noise that depends on the

@@ -45,10 +45,12 @@ class HookState:
     """State that a hook may read but not change.
 
     Attributes:
-        step: Number of steps taken. epoch: Epoch of the next step. recipe: Recipe of the run.
+        step: Number of steps taken.
+        epoch: Epoch of the next step.
+        recipe: Recipe of the run.
         process: This rank: hooks run on every rank, and may use ``process.rank`` to share work.
-        backbone: The backbone in evaluation mode, the same on every rank. head: The head with this
-            rank's classes.
+        backbone: The backbone in evaluation mode, the same on every rank.
+        head: The head with this rank's classes.
         average: Moving average of the backbone's weights, if the recipe keeps one.
     """
 
@@ -71,7 +73,8 @@ class Outcome:
     Attributes:
         step: Number of steps taken; 0 if a signal came while the run was built.
         total_steps: Steps of the whole run; 0 if a signal came while it was built.
-        loss: Loss of the last step; NaN if there was none. checkpoint: The newest checkpoint.
+        loss: Loss of the last step; NaN if there was none.
+        checkpoint: The newest checkpoint.
         num_skipped: Steps of the run that were skipped because something was not finite.
         signal: Number of the signal that stopped the run before its end, or 0.
     """
