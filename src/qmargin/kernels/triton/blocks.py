@@ -22,25 +22,31 @@ FACTOR = 2.0**15  # posteriors are at most one; this factor uses the range of fl
 
 
 @triton.jit
-def _cosines(
-    embeddings, copy, LABELS, row_tile, class_tile, num_rows, num_classes, first,
+def _gaps(
+    embeddings, copy, LABELS, SHIFT, row_tile, class_tile, num_rows, num_classes, first,
     DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Tile of cosines, ``-inf`` at targets and past the last class; its rows."""
+    """Tile of cosines less their rows' ``SHIFT``, ``-inf`` at targets and past the last class.
+
+    Its rows, too. The products are used before the branch: the compiler waits for them where they
+    are first used, and if that were on one side of a branch, it would wait after every product.
+    """
     products = tl.zeros((BM, BN), dtype=tl.float32)
     for depth in range(0, DEPTH, BK):
         x = embeddings.load([row_tile * BM, depth])
         w = copy.load([first + class_tile * BN, depth])
         products = tl.dot(x, w.T, products)
     rows = row_tile * BM + tl.arange(0, BM)
+    inside = rows < num_rows
+    gaps = products - tl.load(SHIFT + rows, mask=inside, other=0.0)[:, None]
     start = first + class_tile * BN
-    labels = tl.load(LABELS + rows, mask=rows < num_rows, other=-1)
+    labels = tl.load(LABELS + rows, mask=inside, other=-1)
     has_target = tl.max(((labels >= start) & (labels < start + BN)).to(tl.int32), 0) > 0
     if has_target | (start + BN > num_classes):  # few tiles
         classes = start + tl.arange(0, BN)
         is_none = (classes[None, :] == labels[:, None]) | (classes[None, :] >= num_classes)
-        products = tl.where(is_none, float("-inf"), products)
-    return products, rows
+        gaps = tl.where(is_none, float("-inf"), gaps)
+    return gaps, rows
 
 
 IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -93,8 +99,8 @@ def _row_sums(
     for tile in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
         row_tile = tile % row_tiles
         class_tile = tile // row_tiles
-        cosines, rows = _cosines(
-            embeddings, copy, LABELS, row_tile, class_tile, num_rows, num_classes, 0,
+        gaps, rows = _gaps(
+            embeddings, copy, LABELS, SHIFT, row_tile, class_tile, num_rows, num_classes, 0,
             DEPTH, BM, BN, BK,
         )  # fmt: skip
         inside = rows < num_rows
@@ -103,18 +109,17 @@ def _row_sums(
             measures = _measures(MEASURES, class_tile * BN, num_classes, BN)
         if IS_SOFTMAX:  # the tile's maximum, and its sum of exponentials relative to it
             if HAS_MEASURES:
-                cosines += measures[None, :]
-            largest = tl.max(cosines, 1)
+                gaps += measures[None, :]
+            largest = tl.max(gaps, 1)
             tl.store(place, largest, mask=inside)
             if NUM_SUMS > 1:
                 shift = tl.where(largest == float("-inf"), 0.0, largest)
                 rate = scale * 1.4426950408889634
-                sums = tl.sum(tl.exp2((cosines - shift[:, None]) * rate), 1)
+                sums = tl.sum(tl.exp2((gaps - shift[:, None]) * rate), 1)
                 tl.store(place + size, sums, mask=inside)
         else:  # mass and slope at the trial level, and the curvature if asked for
-            shift = tl.load(SHIFT + rows, mask=inside, other=0.0)
             level = tl.load(LEVEL + rows, mask=inside, other=0.0)
-            height = level[:, None] + (cosines - shift[:, None]) * (b * scale)
+            height = level[:, None] + gaps * (b * scale)
             slope = _slope(height, power, POWER)
             if HAS_MEASURES:
                 weights = tl.exp2(measures)[None, :]
@@ -273,7 +278,7 @@ def _either(left, right):
 def _posterior(
     embeddings, copy, out, LABELS, MEASURES, SHIFT, LEVEL, SUMS, ACTIVE, num_rows, num_classes,
     first, num_tiles, row_tiles, class_tiles, first_tile, all_tiles, scale, b, power, factor,
-    largest,
+    log2_factor, largest,
     DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     POWER: tl.constexpr, IS_SOFTMAX: tl.constexpr, WITH_SUMS: tl.constexpr,
     HAS_MEASURES: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -282,26 +287,26 @@ def _posterior(
     for tile in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
         row_tile = tile % row_tiles
         class_tile = tile // row_tiles
-        cosines, rows = _cosines(
-            embeddings, copy, LABELS, row_tile, class_tile, num_rows, num_classes, first,
+        gaps, rows = _gaps(
+            embeddings, copy, LABELS, SHIFT, row_tile, class_tile, num_rows, num_classes, first,
             DEPTH, BM, BN, BK,
         )  # fmt: skip
         inside = rows < num_rows
-        shift = tl.load(SHIFT + rows, mask=inside, other=0.0)
         level = tl.load(LEVEL + rows, mask=inside, other=0.0)
         place = SUMS + rows.to(tl.int64) * all_tiles + first_tile + class_tile
         if HAS_MEASURES:
             measures = _measures(MEASURES, first + class_tile * BN, num_classes, BN)
         if IS_SOFTMAX:
             if HAS_MEASURES:
-                cosines += measures[None, :]
+                gaps += measures[None, :]
             rate = scale * 1.4426950408889634
-            start = level * 1.4426950408889634
-            posterior = tl.exp2(start[:, None] + (cosines - shift[:, None]) * rate)
+            start = level * 1.4426950408889634 + log2_factor
+            scaled = tl.exp2(start[:, None] + gaps * rate)
             if WITH_SUMS:
-                tl.store(place, tl.sum(posterior, 1), mask=inside)
+                tl.store(place, tl.sum(scaled, 1) / factor, mask=inside)
+                scaled = tl.minimum(scaled, largest)  # elsewhere a posterior is at most one
         else:
-            height = level[:, None] + (cosines - shift[:, None]) * (b * scale)
+            height = level[:, None] + gaps * (b * scale)
             height = tl.maximum(height, 0.0)
             if POWER == 1:
                 posterior = height
@@ -322,9 +327,7 @@ def _posterior(
                 words = tl.reduce(tl.reduce(bits, 2, _either), 0, _either)
                 at = (first_tile + class_tile) * (BN // 32) + tl.arange(0, BN // 32)
                 tl.store(ACTIVE + row_tile.to(tl.int64) * all_tiles * (BN // 32) + at, words)
-        scaled = posterior * factor
-        if IS_SOFTMAX and WITH_SUMS:  # elsewhere a posterior is at most one
-            scaled = tl.minimum(scaled, largest)
+            scaled = posterior * factor
         out.store([row_tile * BM, class_tile * BN], scaled.to(out.dtype))
 
 
@@ -393,12 +396,15 @@ def _sums(
     launch, num_rows = Launch.of(*batch[:2], num_classes), len(embeddings)
     shape = (num_sums, num_rows, launch.class_tiles)
     sums = torch.empty(shape, dtype=torch.float32, device=embeddings.device)
+    is_softmax = root is None
+    if root is None:
+        root = (sums.new_zeros(num_rows), sums)
     _row_sums[(launch.programs,)](
         *launch.operands, labels, sums if measures is None else measures,
-        *(root or (sums, sums)), sums, labels if pending is None else pending, num_rows,
+        *root, sums, labels if pending is None else pending, num_rows,
         num_classes,
         launch.row_tiles * launch.class_tiles, launch.row_tiles, launch.class_tiles, scale, b,
-        1.0 / b if b else 0.0, embeddings.shape[1], *launch.sizes, _whole(b), root is None,
+        1.0 / b if b else 0.0, embeddings.shape[1], *launch.sizes, _whole(b), is_softmax,
         num_sums, pending is not None, measures is not None, launch.programs, **launch.options,
     )  # fmt: skip
     return sums
@@ -535,8 +541,8 @@ def posterior_block(
         root[0] if measures is None else measures, *root, sums, active, num_rows, last,
         where.start, launch.row_tiles * class_tiles, launch.row_tiles, class_tiles,
         (where.start - first) // classes, all_tiles, scale, b, 0.0 if is_softmax else 1.0 / b,
-        factor, torch.finfo(copy.dtype).max, embeddings.shape[1], *launch.sizes, _whole(b),
-        is_softmax, into is not None, measures is not None, launch.programs, **launch.options,
+        factor, math.log2(factor), torch.finfo(copy.dtype).max, embeddings.shape[1],
+        *launch.sizes, _whole(b), is_softmax, into is not None, measures is not None, launch.programs, **launch.options,
     )  # fmt: skip
     return out
 
