@@ -48,7 +48,7 @@ def test_solution_and_gradient(alpha, num_classes, monkeypatch):
         fused.group_maxima = fused.head.kernels.group_maxima(*fused.batch)
         assert_solutions_agree(expected, solve(fused, target, pulls=True))
         assert fused.group_maxima is None
-    weighted = torch.randn_like(plain.embeddings).half()
+    weighted = torch.randn_like(plain.embeddings)
     columns, rows = plain.labels.int().sort(stable=True)
     targets = ClassGradient(columns, rows, torch.randn(5, device=DEVICE))
     pushed = []

@@ -24,6 +24,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qmargin.heads.gradients import PrototypeGradient, deliver, element_bound
+from qmargin.heads.matrix import (
+    loss_of_rows,
+    matrix_kernels,
+    needs_gradient,
+    prepared_rows,
+    prototype_state,
+)
 from qmargin.heads.reference import row_reference
 from qmargin.heads.step import (
     RowOutcome,
@@ -58,6 +65,7 @@ from qmargin.kernels.solver import (
     uses_slack,
 )
 from qmargin.losses.hardness import hardness
+from qmargin.losses.margins import ClosedForm
 from qmargin.losses.references import MOST_STEEP
 from qmargin.transfers import Reading
 
@@ -75,6 +83,16 @@ TILE = 256  # classes: a block of whole tiles wastes none
 GUESS_FACTOR = 2.0**4
 MIN_FUSED = 0.02  # alpha - 1, above one
 GUESS_CLASSES = 1 << 16  # whose largest cosine is the guess
+
+
+class Kept(NamedTuple):
+    """Posteriors in half precision that a forward pass keeps for its backward pass."""
+
+    blocks: tuple[tuple[int, Tensor], ...] = ()  # first class and ``[B, n]``, without a gap from 0
+    top: Tensor | None = None  # [B]: cosine to which those of a softmax are relative, else None
+
+
+NOTHING_KEPT = Kept()
 
 
 class SoftmaxSums(NamedTuple):
@@ -135,6 +153,7 @@ class Chunks:
     limits, tile = CHUNK_LOGITS, 1  # logits in a block, by device; classes that are not split
     weight = 1.0  # classes that each of these represents: one, except in a sample
     group_maxima: Tensor | None = None  # of a sparse step before this one, if there was one
+    kept = NOTHING_KEPT  # by the last pass
 
     def __init__(
         self,
@@ -142,6 +161,7 @@ class Chunks:
         embeddings: Tensor,
         labels: Tensor,
         reference: RowReference | None = None,
+        operand: Tensor | None = None,
     ) -> None:
         self.head, self.embeddings, self.labels = head, embeddings, labels
         self.reference = reference
@@ -150,7 +170,7 @@ class Chunks:
         self.scale, self.b = head.loss.scale, head.alpha_minus_one
         native = self.prototypes.dtype
         self.operand_dtype = head.chunk_dtype
-        self.operand = embeddings.to(self.operand_dtype)
+        self.operand = embeddings.to(self.operand_dtype) if operand is None else operand
         # Above alpha = 2 a posterior is a root of its height: float32 would show at the edge.
         self.dtype = torch.float64 if self.b > 1.0 else native
         self.rounding = torch.finfo(native).eps
@@ -177,10 +197,10 @@ class Chunks:
         is_there = (self.labels >= 0) & (self.labels % step == 0)  # below zero: of another rank
         return torch.where(is_there, self.labels // step, -1)
 
-    def ranges(self, num_blocks: int = 1) -> Iterator[slice]:
+    def ranges(self, num_blocks: int = 1, begin: int = 0) -> Iterator[slice]:
         """Consecutive classes, some blocks at a time."""
         size, num_classes = num_blocks * self.size, len(self.prototypes)
-        for start in range(0, num_classes, size):
+        for start in range(begin, num_classes, size):
             yield slice(start, min(start + size, num_classes))
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -298,20 +318,26 @@ class Chunks:
         local, width = self.labels - where.start, where.stop - where.start
         has_gradient = pad(is_active, (0, 1))
         is_elsewhere = (local < 0) | (local >= width)
-        has_gradient[local.masked_fill(is_elsewhere, width)] = True
+        has_gradient.index_fill_(0, local.masked_fill(is_elsewhere, width), True)
         return has_gradient[:width].sum()
 
     def pushes(
-        self, anchor: Tensor, level: Tensor, weighted: Tensor, targets: ClassGradient
+        self,
+        anchor: Tensor,
+        level: Tensor,
+        weighted: Tensor,
+        targets: ClassGradient,
+        kept: Kept = NOTHING_KEPT,
     ) -> Iterator[tuple[slice, Tensor]]:
         """Classes and ``sum_b f p_bj weighted_b``, ``[n, d]``, plus the targets' own entries.
 
         ``f`` is ``HALF_FACTOR`` for operands in half precision, else one.
         """
-        is_native = weighted.dtype == self.embeddings.dtype
+        is_native = self.operand_dtype == self.embeddings.dtype
+        operand = weighted.to(self.operand_dtype)
         for where, _, posterior, _ in self.posteriors(anchor, level):
             scaled = posterior if is_native else posterior * HALF_FACTOR
-            rows = product(scaled.to(weighted.dtype).t(), weighted).to(self.embeddings.dtype)
+            rows = product(scaled.to(operand.dtype).t(), operand).to(self.embeddings.dtype)
             add_entries_(rows, targets, self.embeddings, where)
             yield where, rows
 
@@ -347,9 +373,13 @@ class FusedChunks(Chunks):
         embeddings: Tensor,
         labels: Tensor,
         reference: RowReference | None = None,
+        operand: Tensor | None = None,
     ) -> None:
-        super().__init__(head, embeddings, labels, reference)
+        super().__init__(head, embeddings, labels, reference, operand)
         self.measures: Tensor | None = None
+        self.num_kept = 0  # posteriors
+        if head.prototypes.requires_grad:
+            self.num_kept = getattr(head.path, "matrix_logits", 0)
         if reference is not None and reference.classes is not None:
             self.measures = self.kernels.measures_of(reference.classes, self.scale, self.b)
         if embeddings.is_cuda:
@@ -382,12 +412,12 @@ class FusedChunks(Chunks):
         return shift, (heights(level, self.b) - self.b * missing).to(self.dtype)
 
     def weighed(
-        self, shift: Tensor, level: Tensor, num_blocks: int = 1, **options: Any
+        self, shift: Tensor, level: Tensor, num_blocks: int = 1, *, begin: int = 0, **options: Any
     ) -> Iterator[tuple[slice, Tensor]]:
-        """By some blocks at a time: classes, and a factor times their posterior."""
+        """By some blocks at a time: classes from ``begin`` on, a factor times their posterior."""
         given = ((shift, level), self.scale, self.b)
         options["measures"] = self.measures
-        for where in self.ranges(num_blocks):
+        for where in self.ranges(num_blocks, begin):
             # Keep no reference to the block: it must be freed before the next is made.
             yield where, self.kernels.posterior_block(self.batch, where, *given, **options)
 
@@ -401,16 +431,23 @@ class FusedChunks(Chunks):
     ) -> Callable[[], None]:
         """Fill ``tiles`` with sums and ``pulled`` with all but the last blocks; return their pull.
 
-        It is returned for later use: while it runs, the host can check the sums.
+        It is returned for later use: while it runs, the host can check the sums. As many blocks as
+        there is room for are kept for the backward pass.
         """
+        self.kept, kept = NOTHING_KEPT, []
+        pull_rest: Callable[[], None] = lambda: None  # noqa: E731
         for where, block in self.weighed(*root, PULL_BLOCKS, factor=factor, into=tiles):
             if pulled is None:
                 continue
+            if where.stop * len(self.operand) <= self.num_kept:
+                kept.append((where.start, block))
             if where.stop == len(self.prototypes):
-                return partial(self.add_pull_, pulled, block, where, factor)
-            self.add_pull_(pulled, block, where, factor)
+                pull_rest = partial(self.add_pull_, pulled, block, where, factor)
+            else:
+                self.add_pull_(pulled, block, where, factor)
             del block
-        return lambda: None
+        self.kept = Kept(tuple(kept))
+        return pull_rest
 
     def softmax_sums(self, *, pulls: bool, is_certain: bool = False) -> SoftmaxSums:
         """See ``Chunks``; the pull goes along with the sums if it is not to be certain."""
@@ -435,6 +472,7 @@ class FusedChunks(Chunks):
         is_doubtful = self.ranks.max_(is_doubtful)  # all ranks start again, or none
         reading = Reading(is_doubtful)
         pull_rest()
+        self.kept = self.kept._replace(top=guess)
         return SoftmaxSums(guess, masses.sum(1, dtype=torch.float64), pulled, reading)
 
     def row_sums(self, anchor: Tensor, level: Tensor) -> RowSums:
@@ -471,14 +509,36 @@ class FusedChunks(Chunks):
         return self.num_active(tiles.is_active()[everything], everything)
 
     def pushes(
-        self, anchor: Tensor, level: Tensor, weighted: Tensor, targets: ClassGradient
+        self,
+        anchor: Tensor,
+        level: Tensor,
+        weighted: Tensor,
+        targets: ClassGradient,
+        kept: Kept = NOTHING_KEPT,
     ) -> Iterator[tuple[slice, Tensor]]:
-        for where, block in self.weighed(*self.shifted(anchor, level)):
-            rows = product(block.t(), weighted)[: where.stop - where.start]
-            del block
+        """See ``Chunks``; blocks that were kept are not computed again."""
+        root, operand = self.shifted(anchor, level), weighted.to(self.operand_dtype)
+        kept_operand, rest = operand, 0
+        if kept.top is not None:
+            share = (self.scale * kept.top.double() - anchor + level).exp().to(weighted.dtype)
+            share *= HALF_FACTOR / GUESS_FACTOR
+            kept_operand = (weighted * share[:, None]).to(self.operand_dtype)
+
+        def finish(where: slice, block: Tensor, operand: Tensor) -> tuple[slice, Tensor]:
+            rows = product(block.t(), operand)[: where.stop - where.start]
             self.kernels.add_entries_(rows, targets, self.embeddings, where)
-            yield where, rows
-            del rows
+            return where, rows
+
+        for start, block in kept.blocks:
+            for first in range(0, block.shape[1], self.size):
+                part = block[:, first : first + self.size]
+                begin = start + first
+                stop = min(begin + part.shape[1], len(self.prototypes))
+                yield finish(slice(begin, stop), part, kept_operand)
+                rest = stop
+        for where, block in self.weighed(*root, begin=rest):
+            yield finish(where, block, operand)
+            del block
 
     def solve(self, target: Target, *, pulls: bool, is_certain: bool) -> SolvedBlocks:
         """The root on one rank, ``b > 0``, and the sums at it; the host waits if it is certain."""
@@ -491,11 +551,11 @@ class FusedChunks(Chunks):
             measures = None if measures is None else measures[::step].contiguous()
         low = 0.0 if self.reference is None else self.reference.bounds[0]
         search = self.kernels.RootSearch(few, target, self.scale, self.b, maxima, low)
-        if step > 1:  # about as far as a sample can be trusted
-            search.run(few, float(step), NUM_PASSES, 0.2, measures)
+        if step > 1:  # further than a sample can be trusted: its passes cost next to nothing
+            search.run(few, float(step), NUM_PASSES, 0.02, measures)
         # The last step of the search is left to the sums to check: Halley cubes a small error, and
         # Newton squares it. Where many classes lie at the edge that can fail.
-        tolerance = 1e-2 if self.b <= 0.5 else self.rounding**0.5
+        tolerance = (0.06 if self.b <= 0.3 else 0.02) if self.b <= 0.5 else self.rounding**0.5
         for _ in range(MAX_PASSES // NUM_PASSES):
             search.run(self.batch, 1.0, NUM_PASSES, tolerance, self.measures)
             root = (search.shift, search.level)
@@ -735,24 +795,29 @@ class ChunkedStep:
         return RowSolution(loss, -solved.others_mass, in_reference)
 
     def make_gradient(self, weights: Tensor, target_weights: Tensor) -> Tensor:
-        chunks, solved = self.chunks, self.solved
-        embeddings, dtype = chunks.embeddings, chunks.operand_dtype
+        both = torch.cat([weights, target_weights.to(weights.dtype)])
+        bound = element_bound(both, self.head.inverse_norms, self.head.embedding_dim)
+        self.keep_gradient(weights, target_weights, bound + 0.0 * self.solved.level.sum())
+        own, pulled = self.targets * target_weights[:, None], self.solved.pulled
+        return own if pulled is None else own.addcmul_(pulled, weights[:, None])
+
+    def keep_gradient(self, weights: Tensor, target_weights: Tensor, bound: Tensor) -> None:
+        """Keep the gradient of the prototypes, from those of the cosines."""
+        chunks = self.chunks
         factor = largest = torch.ones_like(weights[0])
-        if dtype != embeddings.dtype:  # bring posteriors and weights into the range of half
+        if chunks.operand_dtype != weights.dtype:  # bring posteriors and weights into half's range
             largest = weights.abs().amax().clamp_min(torch.finfo(weights.dtype).tiny)
             factor = largest / HALF_FACTOR
-        weighted = (embeddings * (weights / largest)[:, None]).to(dtype)
+        weighted = chunks.embeddings * (weights / largest)[:, None]
         columns, rows = chunks.labels.to(torch.int32).sort(stable=True)
         targets = ClassGradient(columns, rows, target_weights[rows] / factor)
-        both = torch.cat([weights, target_weights.to(weights.dtype)])
-        bound = element_bound(both, self.head.inverse_norms, embeddings.shape[1])
-        bound = bound + 0.0 * solved.level.sum()
-        self.gradient = ChunkedGradient(chunks, solved, weighted, targets, factor, bound)
-        own = self.targets * target_weights[:, None]
-        return own if solved.pulled is None else own.addcmul_(solved.pulled, weights[:, None])
+        given = (weighted, targets, factor, bound, chunks.kept)
+        self.gradient, chunks.kept = ChunkedGradient(chunks, self.solved, *given), NOTHING_KEPT
 
     def deliver_gradient(self, factor: Tensor) -> Tensor | None:
+        """See ``SolvableStep``; what was kept goes along, so that it is free after the update."""
         known = self.gradient
+        self.gradient = replace(known, kept=NOTHING_KEPT)
         bound = known.bound * factor.abs()
         return deliver(self.head, replace(known, factor=known.factor * factor, bound=bound))
 
@@ -786,20 +851,89 @@ class ChunkedStep:
         return float(self.candidates().mean()) / self.head.num_classes
 
 
+@dataclass
+class FusedChunkedStep(ChunkedStep):
+    """The same where the margin is numbers: few launches, its loss attached by ``attach_loss``."""
+
+    rows: Any = None  # kernels.triton.matrix.Rows
+    generation = 0
+    is_static = False
+
+    @property
+    def loss(self) -> Tensor:
+        """Reduced, or of each row."""
+        return loss_of_rows(self.head, self.rows)
+
+    def keep_gradient_of_rows(self, factor: Tensor | None = None) -> None:
+        """Keep the gradient of the prototypes for a sum of rows, or of rows times a factor."""
+        kernels, dtype = matrix_kernels(), self.chunks.embeddings.dtype
+        weights = self.rows.field(kernels.WEIGHT).to(dtype)
+        in_cosines = self.rows.field(kernels.IN_COSINE).to(dtype)
+        bound = self.rows.sums[3]
+        if factor is not None:
+            weights, in_cosines = weights * factor, in_cosines * factor
+            bound = bound * factor.abs().amax()
+        self.keep_gradient(weights, in_cosines, bound)
+
+    def deliver_scaled(self) -> Tensor | None:
+        """Deliver the gradient times the factor that the rows keep."""
+        factor = self.rows.factor
+        if factor.ndim == 0:
+            return self.deliver_gradient(factor)
+        self.chunks.kept = self.gradient.kept
+        self.keep_gradient_of_rows(factor)
+        return self.deliver_gradient(torch.ones_like(factor[0]))
+
+
+def fused_chunked_step(
+    head: MarginClassifier,
+    embeddings: Tensor,
+    labels: Tensor,
+    margin: ClosedForm,
+    *,
+    is_certain: bool = False,
+) -> FusedChunkedStep:
+    """A step for embeddings of any length on one GPU, see ``can_fuse``; to be verified."""
+    kernels, state, b = matrix_kernels(), prototype_state(head), head.alpha_minus_one
+    rows = prepared_rows(head, embeddings, labels, margin)
+    has_gradient = needs_gradient(head, embeddings)
+    labels = rows.labels.clamp(0, head.num_classes - 1)
+    chunks = FusedChunks(head, rows.unit, labels, operand=rows.rounded)
+    step = FusedChunkedStep(head, chunks, rows.unit, is_certain, rows=rows)
+    if b == 0.0:
+        step.softmax = sums = chunks.softmax_sums(pulls=has_gradient, is_certain=is_certain)
+        found = kernels.settle_softmax(rows, state, *sums[:3], scale=head.loss.scale)
+        shift, level = (part.double() for part in found)
+        others, count = rows.field(kernels.OTHERS), rows.field(kernels.SUPPORT)
+        root = (shift * head.loss.scale, level)
+        outcome = (others, others, count, rows.field(kernels.ERROR), count.amax())
+        step.solved = SolvedBlocks(*root, *outcome, None)
+    else:
+        target = Target(rows.field(kernels.LOGIT), rows.field(kernels.REFERENCE))
+        solved = step.solve(target, has_gradient=has_gradient)
+        others = 0.0 * step.solved.level - solved.in_logits  # NaN where there is no root
+        given = (solved.loss, others, step.solved.pulled)
+        kernels.settle_lists(rows, state, *given, scale=head.loss.scale)
+    if has_gradient:
+        step.keep_gradient_of_rows()
+    return step
+
+
 @dataclass(frozen=True)
 class ChunkedGradient(PrototypeGradient):
     """The gradient of a chunked step; it reads the prototypes, so step a block before the next."""
 
     chunks: Chunks
     solved: SolvedBlocks
-    weighted: Tensor  # [B, d], embeddings times their share, as operands
+    weighted: Tensor  # [B, d], embeddings times their share
     targets: ClassGradient  # the rows' own classes
     factor: Tensor  # scalar, that products with ``weighted`` and ``targets`` still need
     bound: Tensor  # float64 scalar, see ``element_bound``; NaN if a row has no root
+    kept: Kept
 
     def raw_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         root = (self.solved.anchor, self.solved.level)
-        for where, block in self.chunks.pushes(*root, self.weighted, self.targets):
+        for where, block in self.chunks.pushes(*root, self.weighted, self.targets, self.kept):
             yield where, block, self.factor
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -810,6 +944,21 @@ class ChunkedGradient(PrototypeGradient):
 
     def is_finite(self) -> Tensor:
         return self.bound < torch.finfo(self.chunks.embeddings.dtype).max  # false for NaN
+
+
+def has_kernels(head: MarginClassifier) -> bool:
+    """Whether blocks go by kernels: half operands, and not near ``alpha = 1`` but at it.
+
+    They take powers of heights, whose rounding grows with ``1 / b``.
+    """
+    b, dtype = head.alpha_minus_one, head.chunk_dtype
+    return (
+        dtype in (torch.float16, torch.bfloat16)
+        and dtype == head.screen_dtype
+        and head.kernels.__name__.endswith("triton.head")
+        and head.embedding_dim % 8 == 0
+        and (b == 0.0 or MIN_FUSED <= b <= 1.0)
+    )
 
 
 def _is_mild(reference: RowReference, b: float) -> bool:
@@ -831,19 +980,13 @@ def chunked_step(
     A certain step takes no shortcut that has to be verified.
     """
     local, columns = own_labels(head, labels)
-    dtype = head.chunk_dtype
-    is_half = dtype in (torch.float16, torch.bfloat16) and head.copy.dtype == dtype
-    has_kernels = head.kernels.__name__.endswith("triton.head") and head.embedding_dim % 8 == 0
-    b = head.alpha_minus_one
-    # Kernels take powers of heights, whose rounding grows with 1 / b: not near alpha = 1.
     targets = torch.zeros_like(embeddings, requires_grad=False)
     if len(head.shard):
         targets = head.prototypes.detach()[columns] * head.inverse_norms[columns][:, None]
     if head.ranks.world > 1:
         targets = torch.where((local >= 0)[:, None], targets, 0.0)
     reference = row_reference(head, targets)
-    has_kernels = has_kernels and (reference is None or _is_mild(reference, b))
-    if is_half and has_kernels and (b == 0.0 or MIN_FUSED <= b <= 1.0):
+    if has_kernels(head) and (reference is None or _is_mild(reference, head.alpha_minus_one)):
         chunks: Chunks = FusedChunks(head, embeddings.detach(), local, reference)
         chunks.group_maxima = maxima
     else:

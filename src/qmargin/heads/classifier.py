@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, ShapeError
 from qmargin.heads import checks
-from qmargin.heads.chunked import ChunkedStep, chunked_step
+from qmargin.heads.chunked import ChunkedStep, chunked_step, fused_chunked_step, has_kernels
 from qmargin.heads.dense import DenseStep, dense_rows, sampled_rows, top_k_rows, unit_prototypes
 from qmargin.heads.gradients import PrototypeGradient
 from qmargin.heads.matrix import (
@@ -357,13 +357,17 @@ class MarginClassifier(nn.Module):
         is_alone = self.gradient == "fused" and ranks.world == 1
         speculative = speculative and is_alone and torch.is_grad_enabled()
         overflow = None
-        by_lists = choice.path == "sparse" and self._can_fuse and not by_matrix
-        if is_step and form is not None and by_lists:
+        can_fuse = is_step and form is not None and self._can_fuse and not by_matrix
+        by_blocks = choice.path == "chunked"
+        if by_blocks:
+            can_fuse = can_fuse and not has_reference and has_kernels(self)
+        if can_fuse:
+            assert form is not None
             with torch.autocast(embeddings.device.type, enabled=False):
                 self.refresh()
-                loss, overflow = self._take_lists(given, labels, form, speculative)
+                loss, overflow = self._take_fused(given, labels, form, speculative, by_blocks)
             if loss is not None:
-                self._reason, self._was_chunked = choice.reason, False
+                self._reason, self._was_chunked = choice.reason, by_blocks
                 if self._unverified is None:
                     self._note_share()
                 return loss
@@ -466,18 +470,24 @@ class MarginClassifier(nn.Module):
         """Whether kernels compute a whole sparse step."""
         return self.ranks.world == 1 and hasattr(self.kernels, "find_support")
 
-    def _take_lists(
-        self, embeddings: Tensor, labels: Tensor, form: ClosedForm, speculative: bool
+    def _take_fused(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        form: ClosedForm,
+        speculative: bool,
+        by_blocks: bool,
     ) -> tuple[Tensor | None, ListOverflow | None]:
-        """Take a sparse step by kernels: its loss, or the reason why lists do not suit it."""
+        """Take a step by kernels: its loss, or the reason why lists do not suit it."""
         given, restore_margin = (embeddings, labels, form), _snapshot(self.loss)
+        make: Callable[..., Any] = fused_chunked_step if by_blocks else fused_sparse_step
         try:
-            step = fused_sparse_step(self, *given)
+            step = make(self, *given)
             if speculative:
                 self._unverified = (step, restore_margin)
             elif not step.verify():  # redo it without guessing
                 restore_margin()
-                step = fused_sparse_step(self, *given)
+                step = make(self, *given, **({"is_certain": True} if by_blocks else {}))
                 step.verify()
         except ListOverflow as overflow:
             restore_margin()

@@ -37,7 +37,7 @@ STEPS_BEFORE_CAPTURE = 3  # of one kind, one after the other
 
 
 @cache
-def _kernels() -> Any:
+def matrix_kernels() -> Any:
     """Import the kernels, which needs Triton."""
     return import_module("qmargin.kernels.triton.matrix")
 
@@ -77,11 +77,11 @@ class MatrixStep:
         return total.clone() if self.is_static else total
 
     def target_cosines(self) -> Tensor:
-        cosines: Tensor = self.rows.field(_kernels().COSINE)
+        cosines: Tensor = self.rows.field(matrix_kernels().COSINE)
         return cosines.clone()  # the margin's graph may keep it, and the rows are written again
 
     def solve(self, target: Target, *, has_gradient: bool) -> RowSolution:
-        rows, kernels = self.rows, _kernels()
+        rows, kernels = self.rows, matrix_kernels()
         rows.field(kernels.LOGIT).copy_(target.logits)
         rows.field(kernels.REFERENCE).copy_(target.log_reference)
         rows.field(kernels.SLOPE).fill_(1.0)
@@ -93,7 +93,7 @@ class MatrixStep:
         return RowSolution(loss, -others, in_reference)
 
     def make_gradient(self, weights: Tensor, target_weights: Tensor) -> Tensor:
-        rows, kernels, head = self.rows, _kernels(), self.head
+        rows, kernels, head = self.rows, matrix_kernels(), self.head
         rows.field(kernels.WEIGHT).copy_(weights)
         rows.field(kernels.IN_COSINE).copy_(target_weights)
         kernels.reduce(rows)
@@ -118,14 +118,14 @@ class MatrixStep:
 
     def candidates(self) -> Tensor:
         """How many classes each row scored, ``[B]``; more than ``CAPACITY`` without a list."""
-        counts: Tensor = self.rows.field(_kernels().COUNT)
+        counts: Tensor = self.rows.field(matrix_kernels().COUNT)
         return counts
 
     def class_share(self) -> float:
         return float(self.candidates().mean()) / self.head.num_classes
 
     def stats(self, counts: Tensor) -> StepStats:
-        rows, kernels, num_classes = self.rows, _kernels(), self.head.num_classes
+        rows, kernels, num_classes = self.rows, matrix_kernels(), self.head.num_classes
         active = num_classes
         if self.b > 0.0:
             active = 0 if rows.bits is None else int((rows.bits != 0).any(1).sum())
@@ -145,7 +145,7 @@ def loss_of_rows(head: MarginClassifier, rows: Any) -> Tensor:
     """Loss of solved rows: reduced, or of each."""
     loss: Tensor = rows.loss
     if head.loss.reduction == "none":
-        loss = rows.field(_kernels().LOSS).float()
+        loss = rows.field(matrix_kernels().LOSS).float()
     return loss
 
 
@@ -164,10 +164,10 @@ class MatrixGradient(PrototypeGradient):
         """What kernels take."""
         step = self.step
         state = prototype_state(step.head, momentum)
-        return _kernels().Pushed(step.rows, state, step.scale, step.b)
+        return matrix_kernels().Pushed(step.rows, state, step.scale, step.b)
 
     def to_dense(self, prototypes: Tensor) -> Tensor:
-        gradient: Tensor = _kernels().class_gradient(self.pushed())
+        gradient: Tensor = matrix_kernels().class_gradient(self.pushed())
         return gradient
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -177,7 +177,7 @@ class MatrixGradient(PrototypeGradient):
             yield slice(start, stop), gradient[start:stop]
 
     def norm(self) -> Tensor:
-        squares: Tensor = _kernels().squared_norms(self.pushed())
+        squares: Tensor = matrix_kernels().squared_norms(self.pushed())
         return squares.sum().sqrt()
 
     def is_finite(self) -> Tensor:
@@ -197,7 +197,9 @@ def prepared_rows(
 def _empty_rows(head: MarginClassifier, num_rows: int) -> Any:
     loss, copy = head.loss, head.copy
     options = {"ignored": loss.ignore_index, "has_factors": loss.reduction == "none"}
-    return _kernels().Rows.empty(num_rows, head.embedding_dim, copy.dtype, copy.device, **options)
+    return matrix_kernels().Rows.empty(
+        num_rows, head.embedding_dim, copy.dtype, copy.device, **options
+    )
 
 
 def _prepare(
@@ -208,7 +210,7 @@ def _prepare(
     margin: ClosedForm,
     is_mean: bool,
 ) -> None:
-    kernels = _kernels()
+    kernels = matrix_kernels()
     given = (prototype_state(head), head.copy_error)
     kernels.prepare(
         rows, embeddings, labels, *given, scale=head.loss.scale, margin=margin, is_mean=is_mean
@@ -247,7 +249,9 @@ class MatrixLoss(torch.autograd.Function):
             )
         ctx.is_done = True
         given = (step.rows, grad, ctx.dtype)
-        in_embeddings = _kernels().scale_rows(*given, repeats=step.is_static)  # keeps the factor
+        in_embeddings = matrix_kernels().scale_rows(
+            *given, repeats=step.is_static
+        )  # keeps the factor
         in_prototypes = None
         if ctx.needs_input_grad[1]:
             in_prototypes = step.deliver_scaled()
@@ -256,7 +260,7 @@ class MatrixLoss(torch.autograd.Function):
 
 def _solve(head: MarginClassifier, rows: Any, has_gradient: bool) -> None:
     """Everything after ``_prepare``."""
-    kernels, state = _kernels(), prototype_state(head)
+    kernels, state = matrix_kernels(), prototype_state(head)
     settings = {"scale": head.loss.scale, "has_gradient": has_gradient}
     b = head.alpha_minus_one
     if b == 0.0:
@@ -444,9 +448,9 @@ class MatrixUpdate:
             self.graph.replay()
             return
         given = (gradient.pushed(momentum), scale, self.rates, step.head.copy_error, num_skipped)
-        _kernels().sgd_update(*given, self.largest, **flags)
+        matrix_kernels().sgd_update(*given, self.largest, **flags)
         if can_replay:
             # Launched above, so compiled: the next update of this kind is replayed.
             with _captured(step.rows.unit.device) as graph:
-                _kernels().sgd_update(*given, self.largest, **flags)
+                matrix_kernels().sgd_update(*given, self.largest, **flags)
             self.graph, self.step, self.key = graph, step, key

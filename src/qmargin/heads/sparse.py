@@ -9,14 +9,19 @@ rounding changes a cosine by at most the measured lengths of the rounding errors
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from qmargin.heads.gradients import ListedGradient, deliver, element_bound
-from qmargin.heads.matrix import loss_of_rows, needs_gradient, prepared_rows, prototype_state
+from qmargin.heads.matrix import (
+    loss_of_rows,
+    matrix_kernels,
+    needs_gradient,
+    prepared_rows,
+    prototype_state,
+)
 from qmargin.heads.reference import row_reference
 from qmargin.heads.sharding import Ranks
 from qmargin.heads.step import (
@@ -308,7 +313,7 @@ def fused_sparse_step(
     head: MarginClassifier, embeddings: Tensor, labels: Tensor, margin: ClosedForm
 ) -> FusedSparseStep:
     """A step for embeddings of any length on one GPU, all of it launched; to be verified."""
-    kernels: Any = import_module("qmargin.kernels.triton.matrix")
+    kernels = matrix_kernels()
     state, loss = prototype_state(head), head.loss
     rows = prepared_rows(head, embeddings, labels, margin)
     columns = rows.labels.clamp(0, head.num_classes - 1)

@@ -328,7 +328,11 @@ def _posterior(
                 at = (first_tile + class_tile) * (BN // 32) + tl.arange(0, BN // 32)
                 tl.store(ACTIVE + row_tile.to(tl.int64) * all_tiles * (BN // 32) + at, words)
             scaled = posterior * factor
-        out.store([row_tile * BM, class_tile * BN], scaled.to(out.dtype))
+        # By halves: what waits in shared memory takes half the room.
+        halves = tl.permute(tl.reshape(scaled, (BM, 2, BN // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        out.store([row_tile * BM, class_tile * BN], left.to(out.dtype))
+        out.store([row_tile * BM, class_tile * BN + BN // 2], right.to(out.dtype))
 
 
 def _whole(b: float) -> int:
@@ -529,7 +533,7 @@ def posterior_block(
     """
     embeddings, copy, labels, num_classes = batch
     width = -(-(where.stop - where.start) // 8) * 8
-    launch = Launch.of(embeddings, copy, width)
+    launch = Launch.of(embeddings, copy, width, writes_tiles=True)
     num_rows, class_tiles, is_softmax = len(embeddings), launch.class_tiles, b == 0.0
     rows, classes, _ = launch.sizes
     out = torch.empty((num_rows, width), dtype=copy.dtype, device=copy.device)
@@ -537,12 +541,13 @@ def posterior_block(
     active = labels if into is None or into.active is None else into.active
     last, all_tiles = min(where.stop, num_classes), sums.shape[-1]
     _posterior[(launch.programs,)](
-        *launch.operands, TensorDescriptor.from_tensor(out, [rows, classes]), labels,
+        *launch.operands, TensorDescriptor.from_tensor(out, [rows, classes // 2]), labels,
         root[0] if measures is None else measures, *root, sums, active, num_rows, last,
         where.start, launch.row_tiles * class_tiles, launch.row_tiles, class_tiles,
         (where.start - first) // classes, all_tiles, scale, b, 0.0 if is_softmax else 1.0 / b,
         factor, math.log2(factor), torch.finfo(copy.dtype).max, embeddings.shape[1],
-        *launch.sizes, _whole(b), is_softmax, into is not None, measures is not None, launch.programs, **launch.options,
+        *launch.sizes, _whole(b), is_softmax, into is not None, measures is not None,
+        launch.programs, **launch.options,
     )  # fmt: skip
     return out
 

@@ -9,7 +9,6 @@ each row's list in float64, gradients, and the update of the prototypes in one s
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +44,7 @@ ROOM = 1 << 14  # lists have a multiple of this many entries: allocations repeat
 NO_LIMIT = (1 << 31) - 1  # entries of a list are counted in 32 bits
 BLOCK = 1024  # entries that a program reads at a time
 BOUND_BLOCK = 4096
+PARTS = 8  # of a row, listed side by side
 # Newton runs on the maxima of BLOCK strided sets of groups, which stay in registers: a subset too,
 # so still a lower bound (F1), and one that lists hardly more groups than all the maxima would.
 COARSE_STEPS = 6
@@ -58,7 +58,7 @@ CLASSES = 2  # prototypes per program of the sweep over all of them
 CLASSES_KEPT = 8  # and of the one that only rewrites what is kept of them
 
 
-WIDE_TILES = 213_528  # bytes of shared memory that posteriors of wide tiles take, three stages
+WIDE_TILES = 200_736  # bytes of shared memory that wide tiles take, four stages
 
 
 def has_room(properties: Any) -> bool:
@@ -81,11 +81,16 @@ class Launch(NamedTuple):
     options: dict[str, int]
 
     @classmethod
-    def of(cls, embeddings: Tensor, copy: Tensor, num_classes: int) -> Launch:
-        """Wide tiles for full batches, narrow ones when a tile would be mostly padding."""
+    def of(
+        cls, embeddings: Tensor, copy: Tensor, num_classes: int, *, writes_tiles: bool = False
+    ) -> Launch:
+        """Wide tiles for full batches, narrow ones when a tile would be mostly padding.
+
+        A kernel that ``writes_tiles`` needs the shared memory of a stage for them.
+        """
         num_rows, device = len(embeddings), embeddings.device
         rows = next((size for size in (16, 32, 64) if num_rows <= size), 128)
-        (classes, warps), stages, most = (256, 8) if rows == 128 else (128, 4), 3, 2
+        (classes, warps), stages, most = (256, 8) if rows == 128 else (128, 4), 4, 2
         if device.type == "cuda":  # persistent programs, one per multiprocessor; else a few
             properties = torch.cuda.get_device_properties(device)
             most = properties.multi_processor_count
@@ -96,6 +101,7 @@ class Launch(NamedTuple):
             TensorDescriptor.from_tensor(embeddings, [rows, 64]),
             TensorDescriptor.from_tensor(copy, [classes, 64]),
         )
+        stages -= writes_tiles and stages > 2
         options, sizes = {"num_warps": warps, "num_stages": stages}, (rows, classes, 64)
         programs = min(most, row_tiles * class_tiles)
         return cls(operands, row_tiles, class_tiles, programs, sizes, options)
@@ -289,15 +295,18 @@ def _lowered(floor):
 
 
 @triton.jit
-def _count_above(base, floor, num_groups, BOUND_BLOCK: tl.constexpr):
-    """How many of a row's maxima lie above a floor."""
+def _count_above(base, floor, num_groups, COUNTS, PARTS: tl.constexpr, BOUND_BLOCK: tl.constexpr):
+    """How many of a row's maxima lie above a floor, in each part of the row."""
     lowered = _lowered(floor)
-    counts = tl.zeros((BOUND_BLOCK,), tl.int32)
-    for start in range(0, num_groups, BOUND_BLOCK):
-        group = start + tl.arange(0, BOUND_BLOCK)
-        value = tl.load(base + group, mask=group < num_groups, other=float("-inf"))
-        counts += (value > lowered).to(tl.int32)
-    return tl.sum(counts, 0)
+    share = tl.cdiv(num_groups, PARTS)
+    for part in range(PARTS):
+        end = tl.minimum((part + 1) * share, num_groups)
+        counts = tl.zeros((BOUND_BLOCK,), tl.int32)
+        for start in range(part * share, end, BOUND_BLOCK):
+            group = start + tl.arange(0, BOUND_BLOCK)
+            value = tl.load(base + group, mask=group < end, other=float("-inf"))
+            counts += (value > lowered).to(tl.int32)
+        tl.store(COUNTS + part, tl.sum(counts, 0))
 
 
 @triton.jit
@@ -318,7 +327,8 @@ def _powers32(height, power, log2_reference):
 @triton.jit
 def _bound(
     MAXIMA, TARGET_LOGIT, TARGET_LOG_REFERENCE, SLACK, COST, FLOOR, COUNT, num_groups, scale, b,
-    STEPS: tl.constexpr, ROUNDING: tl.constexpr, BOUND_BLOCK: tl.constexpr, HAS_COST: tl.constexpr,
+    STEPS: tl.constexpr, ROUNDING: tl.constexpr, PARTS: tl.constexpr, BOUND_BLOCK: tl.constexpr,
+    HAS_COST: tl.constexpr,
 ):  # fmt: skip
     """Lower bound of tau from maxima; with costs those less the cosine that a measure costs (M4).
 
@@ -363,19 +373,26 @@ def _bound(
     slack = tl.load(SLACK + row)
     edge = best.to(tl.float64) - level.to(tl.float64) / (b * scale)
     tl.store(FLOOR + row, edge - slack)
-    tl.store(COUNT + row, _count_above(base, edge - 2.0 * slack, num_groups, BOUND_BLOCK))
+    _count_above(base, edge - 2.0 * slack, num_groups, COUNT + row * PARTS, PARTS, BOUND_BLOCK)
 
 
 @triton.jit
-def _list(MAXIMA, FLOOR, SLACK, STARTS, GROUPS, ROWS, num_groups, BOUND_BLOCK: tl.constexpr):
+def _list(
+    MAXIMA, FLOOR, SLACK, STARTS, GROUPS, ROWS, num_groups,
+    PARTS: tl.constexpr, BOUND_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Pairs of a part of a row."""
     row = tl.program_id(0)
+    part = tl.program_id(1)
     base = MAXIMA + row.to(tl.int64) * num_groups
     floor = _lowered(tl.load(FLOOR + row) - tl.load(SLACK + row))
-    position = tl.load(STARTS + row)
-    end = tl.load(STARTS + row + 1)
-    for start in range(0, num_groups, BOUND_BLOCK):
+    share = tl.cdiv(num_groups, PARTS)
+    position = tl.load(STARTS + row * PARTS + part)
+    end = tl.load(STARTS + row * PARTS + part + 1)
+    last = tl.minimum((part + 1) * share, num_groups)
+    for start in range(part * share, last, BOUND_BLOCK):
         group = start + tl.arange(0, BOUND_BLOCK)
-        value = tl.load(base + group, mask=group < num_groups, other=float("-inf"))
+        value = tl.load(base + group, mask=group < last, other=float("-inf"))
         is_listed = (value > floor).to(tl.int32)
         count = tl.sum(is_listed, 0)
         if count > 0:
@@ -387,11 +404,13 @@ def _list(MAXIMA, FLOOR, SLACK, STARTS, GROUPS, ROWS, num_groups, BOUND_BLOCK: t
 
 
 @triton.jit
-def _count_listed(MAXIMA, FLOOR, SLACK, COUNT, num_groups, BOUND_BLOCK: tl.constexpr):
+def _count_listed(
+    MAXIMA, FLOOR, SLACK, COUNT, num_groups, PARTS: tl.constexpr, BOUND_BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0)
     base = MAXIMA + row.to(tl.int64) * num_groups
     floor = tl.load(FLOOR + row) - tl.load(SLACK + row)
-    tl.store(COUNT + row, _count_above(base, floor, num_groups, BOUND_BLOCK))
+    _count_above(base, floor, num_groups, COUNT + row * PARTS, PARTS, BOUND_BLOCK)
 
 
 def list_pairs(
@@ -414,31 +433,32 @@ def list_pairs(
     """
     (num_rows, num_groups), device = maxima.shape, maxima.device
     floor = torch.empty(num_rows, dtype=torch.float64, device=device)
-    counts = torch.empty(num_rows, dtype=torch.int32, device=device)
+    counts = torch.empty(num_rows * PARTS, dtype=torch.int32, device=device)
     cost = slack if lower is None else _costs(lower, num_groups, scale, b)
     _bound[(num_rows,)](
         maxima, target.logits, target.log_reference, slack, cost, floor, counts, num_groups, scale,
-        b, COARSE_STEPS if b <= 1.0 else 0, ROUNDING, BOUND_BLOCK, lower is not None, num_warps=8,
+        b, COARSE_STEPS if b <= 1.0 else 0, ROUNDING, PARTS, BOUND_BLOCK, lower is not None,
+        num_warps=8,
     )  # fmt: skip
     if reduce is not None:
         floor = reduce(floor)
         _count_listed[(num_rows,)](
-            maxima, floor, slack, counts, num_groups, BOUND_BLOCK, num_warps=8
+            maxima, floor, slack, counts, num_groups, PARTS, BOUND_BLOCK, num_warps=8
         )
-    starts = torch.empty(num_rows + 1, dtype=torch.int64, device=device)
+    starts = torch.empty(num_rows * PARTS + 1, dtype=torch.int64, device=device)
     total = starts.new_empty(1) if total is None else total
     most = NO_LIMIT if room is None else room  # kernels never write past it
-    _starts[(1,)](counts, starts, total, num_rows, most, BLOCK, num_warps=4)
+    _starts[(1,)](counts, starts, total, num_rows * PARTS, most, BLOCK, num_warps=4)
     room = int(total) if room is None else room
     if room > limit:
         raise ListOverflow(maxima)
     groups = torch.full((room,), num_groups, dtype=torch.int32, device=device)
     rows = torch.empty_like(groups)
     if room:
-        _list[(num_rows,)](
-            maxima, floor, slack, starts, groups, rows, num_groups, 1024, num_warps=4
+        _list[(num_rows, PARTS)](
+            maxima, floor, slack, starts, groups, rows, num_groups, PARTS, BLOCK, num_warps=4
         )
-    return Pairs(groups, rows, starts, floor, slack)
+    return Pairs(groups, rows, starts[::PARTS].contiguous(), floor, slack)
 
 
 def _costs(lower: Tensor, num_groups: int, scale: float, b: float) -> Tensor:
@@ -450,12 +470,12 @@ def _costs(lower: Tensor, num_groups: int, scale: float, b: float) -> Tensor:
 
 @triton.jit
 def _filter(
-    ROUNDED, COPY, LABELS, FLOOR, SLACK, PAIR_ROWS, ORDER, SEGMENTS, MASKS, COUNTS,
+    ROUNDED, COPY, LABELS, FLOOR, SLACK, PAIR_ROWS, ORDER, ENDS, MASKS, COUNTS,
     num_classes, depth, GROUP: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
-    begin = tl.load(SEGMENTS + group)
-    end = tl.load(SEGMENTS + group + 1)
+    begin = tl.load(ENDS + group - 1, mask=group > 0, other=0)
+    end = tl.load(ENDS + group)
     if begin == end:
         return
     member = tl.arange(0, GROUP)
@@ -482,6 +502,27 @@ def _filter(
         bits = tl.sum(is_candidate.to(tl.int32) << member[None, :], 1)
         tl.store(MASKS + pair, bits, mask=is_entry)
         tl.store(COUNTS + pair, tl.sum(is_candidate.to(tl.int32), 1), mask=is_entry)
+
+
+@triton.jit
+def _slots(GROUPS, SIZES, SLOTS, num_pairs, num_groups, BLOCK: tl.constexpr):
+    """Count the pairs of each group, and number them in any order."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.load(GROUPS + pair, mask=pair < num_pairs, other=num_groups)
+    inside = group < num_groups  # not a spare entry
+    slot = tl.atomic_add(SIZES + group, 1, mask=inside, sem="relaxed")
+    tl.store(SLOTS + pair, slot, mask=inside)
+
+
+@triton.jit
+def _order(GROUPS, SLOTS, ENDS, ORDER, num_pairs, num_groups, BLOCK: tl.constexpr):
+    """Pairs by their groups."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.load(GROUPS + pair, mask=pair < num_pairs, other=num_groups)
+    inside = group < num_groups
+    begin = tl.load(ENDS + group - 1, mask=inside & (group > 0), other=0)
+    slot = tl.load(SLOTS + pair, mask=inside, other=0)
+    tl.store(ORDER + begin + slot, pair, mask=inside)
 
 
 @triton.jit
@@ -542,11 +583,6 @@ def _score(
         tl.store(SCORES + entry, cosine, mask=inside)
 
 
-@lru_cache(maxsize=4)
-def _numbers(count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, dtype=torch.int32, device=device)
-
-
 def score_candidates(batch: Batch, pairs: Pairs) -> Candidates:
     """See ``head_reference.score_candidates``."""
     return _score_listed(batch, pairs, pairs.starts.new_empty(2), None)[0]
@@ -583,13 +619,18 @@ def _score_listed(
     masks, counts = torch.zeros((2, num_pairs), dtype=torch.int32, device=device)
     if num_pairs:
         num_groups = -(-num_classes // GROUP)
-        ordered, order = groups.sort(stable=True)  # each group's prototypes are read once
-        segments = torch.searchsorted(ordered, _numbers(num_groups + 1, device), out_int32=True)
+        # Each group's prototypes are read once. In which order its pairs come decides nothing.
+        sizes = torch.zeros(num_groups, dtype=torch.int32, device=device)
+        slots, order = torch.empty((2, num_pairs), dtype=torch.int32, device=device)
+        grid = (triton.cdiv(num_pairs, BLOCK),)
+        _slots[grid](groups, sizes, slots, num_pairs, num_groups, BLOCK, num_warps=4)
+        edges = sizes.cumsum(0, dtype=torch.int32)
+        _order[grid](groups, slots, edges, order, num_pairs, num_groups, BLOCK, num_warps=4)
         per_group = num_pairs / num_groups
         size = 16 if per_group < 24 else 32 if per_group < 40 else 64
         _filter[(num_groups,)](
             batch.prepared.rounded, batch.copy, batch.labels, pairs.floor, pairs.slack, pairs.rows,
-            order, segments, masks, counts, num_classes, depth, GROUP, size, 128, num_warps=1,
+            order, edges, masks, counts, num_classes, depth, GROUP, size, 128, num_warps=1,
             num_stages=3 if size == 16 else 2,
         )  # fmt: skip
     ends = counts.cumsum(0, dtype=torch.int32)  # bits that are set up to and including each pair

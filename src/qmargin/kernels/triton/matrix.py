@@ -1025,6 +1025,28 @@ def settle_lists(
     return others_weight, target_weight
 
 
+def settle_softmax(
+    rows: Rows, state: PrototypeState, top: Tensor, mass: Tensor, pulled: Tensor | None,
+    *, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same at ``alpha = 1``, from sums over the others relative to a cosine ``top`` ``[B]``.
+
+    Returns a cosine and the logarithm of the posterior there, float32 ``[B]``.
+    """
+    num_rows, device = len(rows.labels), rows.unit.device
+    shift, level = torch.empty((2, num_rows), device=device).unbind()
+    _solve_softmax[(num_rows,)](
+        rows.state, rows.sums, rows.labels, top, mass, shift, level, rows.labels,
+        state.inverse_norms.amax(), num_rows, 1, len(state.prototypes), rows.ignored, 0,
+        *split(scale), False, 1, num_warps=1,
+    )  # fmt: skip
+    if pulled is not None:
+        rows.gradient = pulled * level.exp()[:, None]
+        _finish(rows, state, 1.0)
+    reduce(rows)
+    return shift, level
+
+
 def reduce(rows: Rows) -> None:
     """Loss of the batch, and the bound of its gradient."""
     num_rows = len(rows.labels)
