@@ -1,13 +1,29 @@
 """Passes with kernels against plain ones on the same rounded operands; interpreted on a CPU."""
 
+import weakref
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from helpers.heads import make_head, make_loss, random_batch, screened
+import qmargin
+from helpers.heads import (
+    Batch,
+    Outcome,
+    assert_same,
+    make_head,
+    make_loss,
+    random_batch,
+    screened,
+    step,
+    truth_of,
+)
 from qmargin.heads import chunked as fused_chunks
-from qmargin.heads.chunked import Chunks, FusedChunks, solve
+from qmargin.heads.chunked import Chunks, FusedChunkedStep, FusedChunks, solve
+from qmargin.heads.optimizers import ExactSGD
+from qmargin.kernels import dispatch
 from qmargin.kernels.head_reference import ClassGradient, Target
 from qmargin.kernels.solver import posterior_rows, solve_rows
 
@@ -188,3 +204,107 @@ def test_wide_supports_of_many_classes(alpha):
     solved = solve(fused, target, pulls=True, is_certain=False)
     assert solved.verify()
     assert_root(fused, solved, target, alpha - 1.0)
+
+
+@pytest.fixture
+def interpreted_steps(monkeypatch):
+    """Steps by blocks of 128 classes, by kernels."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(dispatch, "may_interpret", True)
+    monkeypatch.setattr(FusedChunks, "tile", 128)
+    monkeypatch.setitem(fused_chunks.FUSED_LOGITS, "cuda", 5 * 128)
+
+
+def block_head(loss, batch, num_kept=0, **options):
+    path = replace(screened("chunked", torch.float16), matrix_logits=num_kept)
+    return make_head(loss, batch, path=path, **options).to(DEVICE)
+
+
+def step_of(head, batch):
+    parts = (batch.embeddings, batch.labels, batch.prototypes)
+    found = step(head, Batch(*(part.to(DEVICE) for part in parts)))
+    return Outcome(*(part.cpu() for part in (found.loss, found.embeddings, found.prototypes)), None)
+
+
+@pytest.mark.usefixtures("interpreted_steps")
+@pytest.mark.parametrize(("num_classes", "num_kept"), [(1, 0), (2, 0), (700, 0), (700, 5 * 300)])
+@pytest.mark.parametrize(
+    ("alpha", "margin"),
+    [
+        (1.0, qmargin.CosineMargin(0.2)),
+        (1.25, qmargin.AngularMargin(0.3)),
+        (1.3, qmargin.PriorMargin(0.05)),
+        (2.0, qmargin.PriorMargin(0.02) + qmargin.AngularMargin(0.1)),
+        (1.0, qmargin.MagFaceMargin()),  # not in closed form
+    ],
+)
+def test_steps_match_the_definition(alpha, margin, num_kept, num_classes):
+    batch = random_batch(num_classes, dim=16, rows=5)
+    loss = make_loss(alpha, margin=margin)
+    head = block_head(loss, batch, num_kept)
+    found = step_of(head, batch)
+    truth = truth_of(loss, batch)
+    tolerance = 5e-3  # of products whose operands are float16
+    assert_same(found, truth, tolerance=tolerance)
+    is_fused = not isinstance(margin, qmargin.MagFaceMargin)
+    assert isinstance(head._step, FusedChunkedStep) == is_fused
+    assert head.last_step.path == "chunked" and head.last_step.mass_error < 1e-5
+    assert head.last_step.support_mean <= num_classes
+
+
+@pytest.mark.usefixtures("interpreted_steps")
+@pytest.mark.parametrize("alpha", [1.0, 1.25])
+def test_posteriors_that_are_kept_change_nothing_and_are_freed(alpha):
+    batch = random_batch(700, dim=16, rows=5)
+    loss = make_loss(alpha, margin=qmargin.CosineMargin(0.2))
+    found = []
+    for num_kept in (0, 5 * 256, 5 * 699):
+        head = block_head(loss, batch, num_kept, gradient="fused")
+        optimizer = ExactSGD(head, lr=0.1)
+        rows, labels = batch.embeddings.to(DEVICE), batch.labels.to(DEVICE)
+        head(rows.requires_grad_(), labels).backward(retain_graph=True)
+        kept = head.fused_gradient.kept.blocks
+        assert len(kept) == num_kept // (5 * 256)  # two blocks at a time
+        gradient = head.fused_gradient.to_dense(head.prototypes.detach())
+        assert torch.equal(gradient, head.fused_gradient.to_dense(head.prototypes.detach()))
+        found.append(gradient)
+        block = weakref.ref(kept[0][1]) if kept else None
+        del kept
+        optimizer.step()
+        assert block is None or block() is None
+    largest = float(found[0].abs().max())
+    for gradient in found[1:]:
+        error = float((gradient - found[0]).abs().max()) / largest
+        assert error <= (2e-3 if alpha == 1.0 else 0.0)  # a softmax keeps weights, not posteriors
+
+
+@pytest.mark.usefixtures("interpreted_steps")
+@pytest.mark.parametrize("alpha", [1.0, 1.25])
+def test_a_prototype_without_a_direction_spoils_a_step(alpha):
+    batch = random_batch(300, dim=16, rows=5)
+    batch.labels.clamp_(max=298)
+    head = block_head(make_loss(alpha), batch, gradient="fused")
+    optimizer = ExactSGD(head, lr=0.1)
+    with torch.no_grad():
+        head.prototypes[299] = 0.0
+    before = head.prototypes.detach().clone()
+    rows = batch.embeddings.to(DEVICE).requires_grad_()
+    value = head(rows, batch.labels.to(DEVICE))
+    value.backward()
+    optimizer.step()
+    assert value.isnan() and rows.grad.isnan().all()
+    assert optimizer.num_skipped == 1 and torch.equal(head.prototypes, before)
+
+
+@pytest.mark.usefixtures("interpreted_steps")
+@pytest.mark.parametrize("alpha", [1.0, 1.25])
+@pytest.mark.parametrize("label", [-3, 50, 1 << 40])
+def test_a_label_out_of_range_spoils_its_own_row_only(label, alpha, monkeypatch):
+    monkeypatch.setattr("qmargin.heads.classifier.checked_labels", lambda labels, *_: labels)
+    batch = random_batch(50, dim=16, rows=5)
+    loss = make_loss(alpha)
+    loss.reduction = "none"
+    labels = batch.labels.clone()
+    labels[2] = label
+    value = block_head(loss, batch)(batch.embeddings.to(DEVICE), labels.to(DEVICE))
+    assert value.isnan().tolist() == [False, False, True, False, False]

@@ -1100,8 +1100,14 @@ def _launch_update(
     buffer = state.prototypes if momentum is None else momentum
     is_listed, pushed_rows = rows.posterior is None, rows.unit
     if rows.posterior is not None:
+        operand = rows.rounded
+        if factor.ndim > 0:  # of each row: relative to the largest, in the range of half
+            largest = factor.abs().amax().clamp_min(torch.finfo(factor.dtype).tiny)
+            operand = (rows.unit * (factor / largest)[:, None]).to(operand.dtype)
         pushed_rows = rows.unit.new_empty((rows.posterior.shape[1], depth))
-        product(rows.posterior.t(), rows.rounded, out=pushed_rows)  # autocast leaves it alone
+        product(rows.posterior.t(), operand, out=pushed_rows)  # autocast leaves it alone
+        if factor.ndim > 0:
+            pushed_rows *= largest
     wide = power_of_two(depth)
     _update[(num_classes,)](
         rows.bits, rows.state, rows.labels, rows.unit, pushed_rows, rows.sums, factor,
