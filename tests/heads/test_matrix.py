@@ -32,7 +32,7 @@ from qmargin.heads.optimizers import ExactSGD, SparseSGD, clip_grad_norm_
 from qmargin.heads.paths import Auto
 from qmargin.heads.sparse import FusedSparseStep, SparseStep
 from qmargin.kernels import dispatch
-from qmargin.kernels.triton import matrix
+from qmargin.kernels.triton import matrix, replay
 from qmargin.kernels.triton.replay import Recording
 
 HAS_GPU = torch.cuda.is_available()
@@ -694,19 +694,26 @@ def test_a_repeated_launch_reads_a_factor_of_every_row(capturing, monkeypatch):
     batch = random_batch(40, dim=16, rows=12)
     found = []
 
-    def repeated(device, grad, out):
+    def repeated(device, gradient, grad, out, factor):
         found.append((ctypes.c_float * 12).from_address(grad)[:])
 
-    monkeypatch.setattr(Recording, "between", lambda self, *tensors, fixed: repeated)
+    def between(recording, *places):  # others are launched again
+        return repeated if len(places) == 4 else None
+
+    monkeypatch.setattr(Recording, "between", between)
+    monkeypatch.setattr(replay, "_can_record", lambda tensor: True)
     head = matrix_head(make_loss(1.5), batch)
     head.loss.reduction = "none"
     rows = batch.embeddings.clone().requires_grad_()
     for _ in range(6):
         (3.0 * head(rows, batch.labels).mean()).backward()
-    assert len(found) == 2 and found[-1] == pytest.approx([0.25] * 12)
+    assert len(found) == 5 and found[-1] == pytest.approx([0.25] * 12)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=interpreted)],
+)
 def test_prototypes_by_columns_are_refused(device):
     batch = random_batch(60, dim=16, rows=8)
     head = matrix_head(make_loss(1.5), batch, device=device)
@@ -756,3 +763,20 @@ def test_heads_on_two_devices_of_one_process(path):
             value.backward()
             optimizer.step()
             torch.testing.assert_close(value.detach().cpu().double(), truth.loss, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("path", ["matrix", "lists"])
+def test_a_refused_gradient_leaves_the_one_that_waits_as_it_is(path):
+    batch = random_batch(60, dim=16, rows=8)
+    settings = {"matrix_logits": 0} if path == "lists" else {}
+    device = "cuda" if HAS_GPU else "cpu"
+    head = matrix_head(make_loss(1.5), batch, settings=settings, gradient="fused", device=device)
+    ExactSGD(head, lr=0.1)
+    rows = batch.embeddings.to(device).requires_grad_()
+    loss = head(rows, batch.labels.to(device))
+    loss.backward(retain_graph=True)
+    expected = head.fused_gradient.to_dense(head.prototypes.detach())
+    with pytest.raises(ConfigError, match="is waiting to be applied"):
+        (3.0 * loss).backward()
+    assert isinstance(head._step, MatrixStep if path == "matrix" else FusedSparseStep)
+    assert torch.equal(head.fused_gradient.to_dense(head.prototypes.detach()), expected)

@@ -83,6 +83,7 @@ TILE = 256  # classes: a block of whole tiles wastes none
 GUESS_FACTOR = 2.0**4
 MIN_FUSED = 0.02  # alpha - 1, above one
 GUESS_CLASSES = 1 << 16  # whose largest cosine is the guess
+KEPT_SHARE = 32  # of a GPU's memory that kept posteriors may take: one part of so many
 
 
 class Kept(NamedTuple):
@@ -385,6 +386,9 @@ class FusedChunks(Chunks):
         if embeddings.is_cuda:
             properties = torch.cuda.get_device_properties(embeddings.device)
             self.size = whole_waves(self.size, len(embeddings), properties.multi_processor_count)
+            if self.num_kept:
+                room = properties.total_memory // KEPT_SHARE
+                self.num_kept = max(self.num_kept, room // self.operand_dtype.itemsize)
 
     def sample(self, step: int) -> Chunks:
         """See ``Chunks``."""
@@ -429,24 +433,30 @@ class FusedChunks(Chunks):
     def sum_and_pull(
         self, root: tuple[Tensor, Tensor], tiles: Any, pulled: Tensor | None, factor: float
     ) -> Callable[[], None]:
-        """Fill ``tiles`` with sums and ``pulled`` with all but the last blocks; return their pull.
+        """Fill ``tiles`` with sums and ``pulled`` with the pull of some blocks; return the rest.
 
-        It is returned for later use: while it runs, the host can check the sums. As many blocks as
-        there is room for are kept for the backward pass.
+        It is returned for later use: while it runs, the host can check the sums. It is that of the
+        last blocks, and of those that are kept for the backward pass: as many as there is room for.
         """
         self.kept, kept = NOTHING_KEPT, []
-        pull_rest: Callable[[], None] = lambda: None  # noqa: E731
+        rest: list[Callable[[], None]] = []
         for where, block in self.weighed(*root, PULL_BLOCKS, factor=factor, into=tiles):
             if pulled is None:
                 continue
-            if where.stop * len(self.operand) <= self.num_kept:
+            is_kept = where.stop * len(self.operand) <= self.num_kept
+            if is_kept:
                 kept.append((where.start, block))
-            if where.stop == len(self.prototypes):
-                pull_rest = partial(self.add_pull_, pulled, block, where, factor)
+            if is_kept or where.stop == len(self.prototypes):
+                rest.append(partial(self.add_pull_, pulled, block, where, factor))
             else:
                 self.add_pull_(pulled, block, where, factor)
             del block
         self.kept = Kept(tuple(kept))
+
+        def pull_rest() -> None:
+            while rest:  # a block that is not kept is free after its pull
+                rest.pop(0)()
+
         return pull_rest
 
     def softmax_sums(self, *, pulls: bool, is_certain: bool = False) -> SoftmaxSums:
@@ -555,7 +565,7 @@ class FusedChunks(Chunks):
             search.run(few, float(step), NUM_PASSES, 0.02, measures)
         # The last step of the search is left to the sums to check: Halley cubes a small error, and
         # Newton squares it. Where many classes lie at the edge that can fail.
-        tolerance = (0.06 if self.b <= 0.3 else 0.02) if self.b <= 0.5 else self.rounding**0.5
+        tolerance = (0.04 if self.b <= 0.3 else 0.02) if self.b <= 0.5 else self.rounding**0.5
         for _ in range(MAX_PASSES // NUM_PASSES):
             search.run(self.batch, 1.0, NUM_PASSES, tolerance, self.measures)
             root = (search.shift, search.level)

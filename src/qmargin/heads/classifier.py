@@ -479,21 +479,26 @@ class MarginClassifier(nn.Module):
         by_blocks: bool,
     ) -> tuple[Tensor | None, ListOverflow | None]:
         """Take a step by kernels: its loss, or the reason why lists do not suit it."""
-        given, restore_margin = (embeddings, labels, form), _snapshot(self.loss)
+        restore_margin, has_gradient = _snapshot(self.loss), needs_gradient(self, embeddings)
         make: Callable[..., Any] = fused_chunked_step if by_blocks else fused_sparse_step
+
+        def take(**options: Any) -> tuple[Any, Tensor]:  # what needs no wait comes before it
+            step = make(self, embeddings, labels, form, **options)
+            return step, attach_loss(step, embeddings, has_gradient)
+
         try:
-            step = make(self, *given)
+            step, loss = take()
             if speculative:
                 self._unverified = (step, restore_margin)
             elif not step.verify():  # redo it without guessing
                 restore_margin()
-                step = make(self, *given, **({"is_certain": True} if by_blocks else {}))
+                step, loss = take(**({"is_certain": True} if by_blocks else {}))
                 step.verify()
         except ListOverflow as overflow:
             restore_margin()
             return None, overflow
         self._step = step
-        return attach_loss(step, embeddings, needs_gradient(self, embeddings)), None
+        return loss, None
 
     def _take(
         self,

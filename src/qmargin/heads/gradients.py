@@ -87,12 +87,23 @@ def _coo(classes: Tensor, rows: Tensor, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ListedGradient(PrototypeGradient):
-    """Gradient of a sparse step: entries for the active classes only."""
+    """Gradient of a sparse step: entries for the active classes only.
+
+    The factor is applied when the gradient is used: launches between a step's wait and the next
+    screen leave a GPU without work.
+    """
 
     head: MarginClassifier
-    entries: ClassGradient
+    listed: ClassGradient  # times the factor
     embeddings: Tensor  # [B, d], unit
-    bound: Tensor  # float64 scalar, see ``element_bound``
+    bound: Tensor  # float64 scalar, see ``element_bound``, times the factor
+    factor: Tensor  # scalar, or [B] for each row
+
+    @property
+    def entries(self) -> ClassGradient:
+        """The whole gradient."""
+        factor = self.factor if self.factor.ndim == 0 else self.factor[self.listed.rows.long()]
+        return self.listed._replace(values=self.listed.values * factor)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         return gradient_blocks(self.entries, *self._tensors())
@@ -103,7 +114,8 @@ class ListedGradient(PrototypeGradient):
         return norm.to(self.embeddings.device)
 
     def is_finite(self) -> Tensor:
-        return self.bound < torch.finfo(self.embeddings.dtype).max  # false for NaN
+        bound = self.bound * self.factor.abs().amax()
+        return bound < torch.finfo(self.embeddings.dtype).max  # false for NaN
 
     def to_dense(self, prototypes: Tensor) -> Tensor:
         classes, rows = self.head.kernels.prototype_gradient(self.entries, *self._tensors())
@@ -159,6 +171,16 @@ def element_bound(weights: Tensor, inverse_norms: Tensor, depth: int) -> Tensor:
     return bound
 
 
+def check_delivered(head: MarginClassifier) -> None:
+    """Raise where a fused gradient still waits for its optimizer, which takes one at a time."""
+    if head.fused_gradient is not None:
+        raise ConfigError(
+            "a fused gradient is waiting to be applied and gradient='fused' holds only one; call "
+            "step() or zero_grad() of qmargin.ExactSGD or SparseSGD before the next backward, or "
+            "accumulate with gradient='dense' or 'sparse'"
+        )
+
+
 def deliver(head: MarginClassifier, gradient: PrototypeGradient) -> Tensor | None:
     """The gradient for autograd in the head's form; None where an optimizer will apply it."""
     if head.gradient != "fused":
@@ -166,12 +188,7 @@ def deliver(head: MarginClassifier, gradient: PrototypeGradient) -> Tensor | Non
         prototypes = head.prototypes.detach()
         is_sparse = head.gradient == "sparse"
         return gradient.to_sparse(prototypes) if is_sparse else gradient.to_dense(prototypes)
-    if head.fused_gradient is not None:
-        raise ConfigError(
-            "a fused gradient is waiting to be applied and gradient='fused' holds only one; call "
-            "step() or zero_grad() of qmargin.ExactSGD or SparseSGD before the next backward, or "
-            "accumulate with gradient='dense' or 'sparse'"
-        )
+    check_delivered(head)
     head.fused_gradient = gradient
     if not head.has_optimizer:
         _hook_optimizers()

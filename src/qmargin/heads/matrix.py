@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qmargin.heads.gradients import PrototypeGradient, deliver
+from qmargin.heads.gradients import PrototypeGradient, check_delivered, deliver
 from qmargin.heads.step import RowOutcome, RowSolution, StepStats, step_stats
 from qmargin.kernels.head_reference import UPDATE_CLASSES, PrototypeState, SgdRule, Target
 from qmargin.losses.divergences import Alpha
@@ -247,11 +247,10 @@ class MatrixLoss(torch.autograd.Function):
                 "backward was called twice for this loss, the second time after the next forward "
                 "pass of the head; call it before, or give the path capture=False"
             )
+        if ctx.needs_input_grad[1]:  # a gradient that waits reads the factor that is written next
+            check_delivered(step.head)
         ctx.is_done = True
-        given = (step.rows, grad, ctx.dtype)
-        in_embeddings = matrix_kernels().scale_rows(
-            *given, repeats=step.is_static
-        )  # keeps the factor
+        in_embeddings = matrix_kernels().scale_rows(step.rows, grad, ctx.dtype)  # keeps the factor
         in_prototypes = None
         if ctx.needs_input_grad[1]:
             in_prototypes = step.deliver_scaled()

@@ -33,8 +33,8 @@ class Sparse(StepPath):
         list_capacity: Groups of 32 classes that a step may list per row, on average; above it the
             step is redone by blocks of classes.
         matrix_logits: Largest ``B * k`` for which a step on one GPU keeps all screened cosines in a
-            half-precision matrix, which is faster for up to a few hundred thousand classes. 0 for
-            never.
+            half-precision matrix, which is faster for up to a few hundred thousand classes. A step
+            by blocks keeps posteriors as ``Chunked`` says. 0 for never.
         capture: Capture such steps as a CUDA graph after a few of the same shape.
     """
 
@@ -71,7 +71,9 @@ class Chunked(StepPath):
             of the screened copy on a GPU. ``torch.float32`` gives exact products on a GPU.
         screen_dtype: Precision of the copy of the prototypes, see ``Sparse``.
         matrix_logits: Largest ``B * k`` for which a step at ``alpha = 1`` on one GPU keeps all
-            posteriors in one half-precision matrix. 0 for never.
+            posteriors in one half-precision matrix. Larger steps keep those of as many classes as
+            fit, into this number or a 32nd of the GPU's memory, for their backward pass. 0 for
+            never.
         capture: As for ``Sparse``.
     """
 

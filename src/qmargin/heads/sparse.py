@@ -220,8 +220,7 @@ class SparseStep:
 
     def deliver_gradient(self, factor: Tensor) -> Tensor | None:
         assert self.gradient is not None
-        entries = self.gradient._replace(values=self.gradient.values * factor)
-        given = (entries, self.prepared.embeddings, self.bound * factor.abs())
+        given = (self.gradient, self.prepared.embeddings, self.bound, factor)
         return deliver(self.head, ListedGradient(self.head, *given))
 
     @property
@@ -240,7 +239,7 @@ class SparseStep:
             self.gradient = self._cut(self.gradient)
         fused = head.fused_gradient
         if isinstance(fused, ListedGradient) and self.owns(fused):
-            head.fused_gradient = replace(fused, entries=self._cut(fused.entries))
+            head.fused_gradient = replace(fused, listed=self._cut(fused.listed))
         return True
 
     def _cut(self, gradient: ClassGradient) -> ClassGradient:
@@ -302,11 +301,8 @@ class FusedSparseStep(SparseStep):
     def deliver_scaled(self) -> Tensor | None:
         """Deliver the gradient times the factor that the rows keep."""
         assert self.gradient is not None
-        factor, entries = self.rows.factor, self.gradient
-        each = factor if factor.ndim == 0 else factor[entries.rows.long()]
-        entries = entries._replace(values=entries.values * each)
-        bound = self.bound * factor.abs().amax()
-        return deliver(self.head, ListedGradient(self.head, entries, self.rows.unit, bound))
+        given = (self.gradient, self.rows.unit, self.bound, self.rows.factor)
+        return deliver(self.head, ListedGradient(self.head, *given))
 
 
 def fused_sparse_step(

@@ -37,6 +37,7 @@ from qmargin.kernels.head_reference import (
     add_reference,
     class_order,
 )
+from qmargin.kernels.triton.replay import launch, repeat
 from qmargin.kernels.triton.rows import gain, log1p, settings_tensor, whole_power
 from qmargin.transfers import Reading
 
@@ -44,6 +45,8 @@ ROOM = 1 << 14  # lists have a multiple of this many entries: allocations repeat
 NO_LIMIT = (1 << 31) - 1  # entries of a list are counted in 32 bits
 BLOCK = 1024  # entries that a program reads at a time
 BOUND_BLOCK = 4096
+SPAN = 8  # groups whose largest maximum is kept: where that is too low, they are not read again
+SPANS = 256  # that a program reads at a time
 PARTS = 8  # of a row, listed side by side
 # Newton runs on the maxima of BLOCK strided sets of groups, which stay in registers: a subset too,
 # so still a lower bound (F1), and one that lists hardly more groups than all the maxima would.
@@ -260,17 +263,27 @@ def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: 
     if missing := -depth % 8:  # the copy engine needs rows of whole 16 bytes
         embeddings, copy = pad(embeddings, (0, missing)), pad(copy, (0, missing))
         depth += missing
-    launch = Launch.of(embeddings, copy, num_classes)
+    form = Launch.of(embeddings, copy, num_classes)
     num_groups = -(-num_classes // GROUP)
     maxima = torch.empty((num_rows, num_groups), dtype=torch.float32, device=embeddings.device)
-    _screen[(launch.programs,)](
-        *launch.operands, maxima, num_rows, num_groups, launch.row_tiles * launch.class_tiles,
-        launch.row_tiles, depth, *launch.sizes, GROUP, launch.programs, **launch.options,
+    repairs = (num_rows, 2 if num_classes % GROUP else 1)
+
+    def launches() -> None:
+        launch(
+            _screen, (form.programs,), *form.operands, maxima, num_rows, num_groups,
+            form.row_tiles * form.class_tiles, form.row_tiles, depth, *form.sizes, GROUP,
+            form.programs, **form.options,
+        )  # fmt: skip
+        # The target leaves before any maximum is used: its logit is large, its measure tiny.
+        launch(
+            _repair, repairs, embeddings, copy, labels, maxima, num_classes, num_groups, depth,
+            GROUP, 128, num_warps=1,
+        )  # fmt: skip
+
+    repeat(
+        launches, ("screen", num_classes, *form.options.values()), maxima, embeddings, copy, labels,
+        *form.operands,
     )  # fmt: skip
-    # The target leaves before any maximum is used: its logit is large, its measure tiny.
-    _repair[(num_rows, 2 if num_classes % GROUP else 1)](
-        embeddings, copy, labels, maxima, num_classes, num_groups, depth, GROUP, 128, num_warps=1
-    )
     return maxima
 
 
@@ -295,18 +308,38 @@ def _lowered(floor):
 
 
 @triton.jit
-def _count_above(base, floor, num_groups, COUNTS, PARTS: tl.constexpr, BOUND_BLOCK: tl.constexpr):
-    """How many of a row's maxima lie above a floor, in each part of the row."""
-    lowered = _lowered(floor)
-    share = tl.cdiv(num_groups, PARTS)
-    for part in range(PARTS):
-        end = tl.minimum((part + 1) * share, num_groups)
-        counts = tl.zeros((BOUND_BLOCK,), tl.int32)
-        for start in range(part * share, end, BOUND_BLOCK):
-            group = start + tl.arange(0, BOUND_BLOCK)
-            value = tl.load(base + group, mask=group < end, other=float("-inf"))
-            counts += (value > lowered).to(tl.int32)
-        tl.store(COUNTS + part, tl.sum(counts, 0))
+def _above(
+    MAXIMA, HIGHEST, FLOOR, SLACK, row, span, end, num_groups, num_spans, SPAN: tl.constexpr
+):  # fmt: skip
+    """Groups of some spans of a row, and whether their maxima lie above its floor."""
+    lowered = _lowered(tl.load(FLOOR + row) - tl.load(SLACK + row))
+    highest = HIGHEST + row.to(tl.int64) * num_spans
+    is_high = tl.load(highest + span, mask=span < end, other=float("-inf")) > lowered
+    group = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+    maxima = MAXIMA + row.to(tl.int64) * num_groups
+    is_read = is_high[:, None] & (group < num_groups)
+    value = tl.load(maxima + group, mask=is_read, other=float("-inf"))
+    return group, (value > lowered).to(tl.int32)
+
+
+@triton.jit
+def _count(
+    MAXIMA, HIGHEST, FLOOR, SLACK, COUNTS, num_groups, num_spans,
+    PARTS: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """How many of a row's maxima lie above its floor, in a part of the row."""
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    share = tl.cdiv(num_spans, PARTS)
+    end = tl.minimum((part + 1) * share, num_spans)
+    counts = tl.zeros((SPANS,), tl.int32)
+    for start in range(part * share, end, SPANS):
+        span = start + tl.arange(0, SPANS)
+        _group, is_listed = _above(
+            MAXIMA, HIGHEST, FLOOR, SLACK, row, span, end, num_groups, num_spans, SPAN
+        )
+        counts += tl.sum(is_listed, 1)
+    tl.store(COUNTS + row * PARTS + part, tl.sum(counts, 0))
 
 
 @triton.jit
@@ -326,14 +359,14 @@ def _powers32(height, power, log2_reference):
 
 @triton.jit
 def _bound(
-    MAXIMA, TARGET_LOGIT, TARGET_LOG_REFERENCE, SLACK, COST, FLOOR, COUNT, num_groups, scale, b,
-    STEPS: tl.constexpr, ROUNDING: tl.constexpr, PARTS: tl.constexpr, BOUND_BLOCK: tl.constexpr,
-    HAS_COST: tl.constexpr,
+    MAXIMA, TARGET_LOGIT, TARGET_LOG_REFERENCE, SLACK, COST, FLOOR, HIGHEST, num_groups, num_spans,
+    scale, b, STEPS: tl.constexpr, ROUNDING: tl.constexpr, SPAN: tl.constexpr,
+    BOUND_BLOCK: tl.constexpr, HAS_COST: tl.constexpr,
 ):  # fmt: skip
     """Lower bound of tau from maxima; with costs those less the cosine that a measure costs (M4).
 
     A class of cosine c and cost k has at least the measure ``(1 + b s k)^(-1/b)`` and bounds tau on
-    its own as one of cosine c - k and measure one does.
+    its own as one of cosine c - k and measure one does. The largest maximum of each span is kept.
     """
     row = tl.program_id(0)
     base = MAXIMA + row.to(tl.int64) * num_groups
@@ -342,6 +375,10 @@ def _bound(
     for start in range(0, num_groups, BOUND_BLOCK):
         group = start + tl.arange(0, BOUND_BLOCK)
         value = tl.load(base + group, mask=group < num_groups, other=float("-inf"))
+        span = start // SPAN + tl.arange(0, BOUND_BLOCK // SPAN)
+        highest = tl.max(tl.reshape(value, (BOUND_BLOCK // SPAN, SPAN)), 1)
+        place = HIGHEST + row.to(tl.int64) * num_spans + span
+        tl.store(place, highest, mask=span < num_spans)
         if HAS_COST:
             cost = tl.load(COST + group, mask=group < num_groups, other=0.0)
             value -= cost
@@ -373,44 +410,32 @@ def _bound(
     slack = tl.load(SLACK + row)
     edge = best.to(tl.float64) - level.to(tl.float64) / (b * scale)
     tl.store(FLOOR + row, edge - slack)
-    _count_above(base, edge - 2.0 * slack, num_groups, COUNT + row * PARTS, PARTS, BOUND_BLOCK)
 
 
 @triton.jit
 def _list(
-    MAXIMA, FLOOR, SLACK, STARTS, GROUPS, ROWS, num_groups,
-    PARTS: tl.constexpr, BOUND_BLOCK: tl.constexpr,
+    MAXIMA, HIGHEST, FLOOR, SLACK, STARTS, GROUPS, ROWS, num_groups, num_spans,
+    PARTS: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Pairs of a part of a row."""
     row = tl.program_id(0)
     part = tl.program_id(1)
-    base = MAXIMA + row.to(tl.int64) * num_groups
-    floor = _lowered(tl.load(FLOOR + row) - tl.load(SLACK + row))
-    share = tl.cdiv(num_groups, PARTS)
+    share = tl.cdiv(num_spans, PARTS)
     position = tl.load(STARTS + row * PARTS + part)
     end = tl.load(STARTS + row * PARTS + part + 1)
-    last = tl.minimum((part + 1) * share, num_groups)
-    for start in range(part * share, last, BOUND_BLOCK):
-        group = start + tl.arange(0, BOUND_BLOCK)
-        value = tl.load(base + group, mask=group < last, other=float("-inf"))
-        is_listed = (value > floor).to(tl.int32)
-        count = tl.sum(is_listed, 0)
-        if count > 0:
-            place = position + tl.cumsum(is_listed, 0) - 1
-            fits = (is_listed > 0) & (place < end)
-            tl.store(GROUPS + place, group, mask=fits)
-            tl.store(ROWS + place, row, mask=fits)
-        position += count
-
-
-@triton.jit
-def _count_listed(
-    MAXIMA, FLOOR, SLACK, COUNT, num_groups, PARTS: tl.constexpr, BOUND_BLOCK: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0)
-    base = MAXIMA + row.to(tl.int64) * num_groups
-    floor = tl.load(FLOOR + row) - tl.load(SLACK + row)
-    _count_above(base, floor, num_groups, COUNT + row * PARTS, PARTS, BOUND_BLOCK)
+    last = tl.minimum((part + 1) * share, num_spans)
+    for start in range(part * share, last, SPANS):
+        span = start + tl.arange(0, SPANS)
+        group, is_listed = _above(
+            MAXIMA, HIGHEST, FLOOR, SLACK, row, span, last, num_groups, num_spans, SPAN
+        )
+        counts = tl.sum(is_listed, 1)
+        before = position + tl.cumsum(counts, 0) - counts
+        place = before[:, None] + tl.cumsum(is_listed, 1) - 1
+        fits = (is_listed > 0) & (place < end)
+        tl.store(GROUPS + place, group, mask=fits)
+        tl.store(ROWS + place, tl.broadcast_to(row, (SPANS, SPAN)), mask=fits)
+        position += tl.sum(counts, 0)
 
 
 def list_pairs(
@@ -433,31 +458,31 @@ def list_pairs(
     """
     (num_rows, num_groups), device = maxima.shape, maxima.device
     floor = torch.empty(num_rows, dtype=torch.float64, device=device)
-    counts = torch.empty(num_rows * PARTS, dtype=torch.int32, device=device)
+    num_spans = triton.cdiv(num_groups, SPAN)
+    highest = torch.empty((num_rows, num_spans), dtype=torch.float32, device=device)
     cost = slack if lower is None else _costs(lower, num_groups, scale, b)
     _bound[(num_rows,)](
-        maxima, target.logits, target.log_reference, slack, cost, floor, counts, num_groups, scale,
-        b, COARSE_STEPS if b <= 1.0 else 0, ROUNDING, PARTS, BOUND_BLOCK, lower is not None,
-        num_warps=8,
+        maxima, target.logits, target.log_reference, slack, cost, floor, highest, num_groups,
+        num_spans, scale, b, COARSE_STEPS if b <= 1.0 else 0, ROUNDING, SPAN, BOUND_BLOCK,
+        lower is not None, num_warps=8,
     )  # fmt: skip
     if reduce is not None:
         floor = reduce(floor)
-        _count_listed[(num_rows,)](
-            maxima, floor, slack, counts, num_groups, PARTS, BOUND_BLOCK, num_warps=8
-        )
+    known, sizes = (maxima, highest, floor, slack), (num_groups, num_spans)
+    counts = torch.empty(num_rows * PARTS, dtype=torch.int32, device=device)
+    _count[(num_rows, PARTS)](*known, counts, *sizes, PARTS, SPAN, SPANS, num_warps=4)
     starts = torch.empty(num_rows * PARTS + 1, dtype=torch.int64, device=device)
     total = starts.new_empty(1) if total is None else total
     most = NO_LIMIT if room is None else room  # kernels never write past it
-    _starts[(1,)](counts, starts, total, num_rows * PARTS, most, BLOCK, num_warps=4)
+    _starts[(1,)](counts, starts, total, num_rows * PARTS, most, 4 * BLOCK, num_warps=8)
     room = int(total) if room is None else room
     if room > limit:
         raise ListOverflow(maxima)
     groups = torch.full((room,), num_groups, dtype=torch.int32, device=device)
     rows = torch.empty_like(groups)
     if room:
-        _list[(num_rows, PARTS)](
-            maxima, floor, slack, starts, groups, rows, num_groups, PARTS, BLOCK, num_warps=4
-        )
+        lists = (starts, groups, rows)
+        _list[(num_rows, PARTS)](*known, *lists, *sizes, PARTS, SPAN, SPANS, num_warps=4)
     return Pairs(groups, rows, starts[::PARTS].contiguous(), floor, slack)
 
 

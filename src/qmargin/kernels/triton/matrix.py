@@ -34,7 +34,7 @@ from qmargin.kernels.triton.head import (
     _ratios,
     _tangent,
 )
-from qmargin.kernels.triton.replay import Recording, Repeated, launch
+from qmargin.kernels.triton.replay import launch, repeat
 from qmargin.kernels.triton.rows import gain, log1p, split, whole, whole_power
 
 SMALLEST_LIST = 128
@@ -853,7 +853,6 @@ class Rows:
     bits: Tensor | None = None  # [k, words] int32
     gradient: Tensor | None = None  # [B, d]: of the embeddings, or what the other classes pull
     posterior: Tensor | None = None  # [B, K] times ``FACTOR``, at ``alpha = 1``
-    scaling: tuple[Any, Repeated] | None = None  # of a captured step: see ``scale_rows``
 
     @classmethod
     def empty(
@@ -892,14 +891,21 @@ def prepare(
     num_rows, depth = embeddings.shape
     if embeddings.stride(1) != 1:
         embeddings = embeddings.contiguous()
-    accumulated = 2.0 * depth * torch.finfo(torch.float32).eps
-    _prepare_rows[(num_rows,)](
-        embeddings, labels.contiguous(), rows.labels, state.prototypes, state.inverse_norms,
-        copy_error, rows.unit, rows.rounded, rows.state, rows.sums, embeddings.stride(0), num_rows,
-        len(state.prototypes), rows.ignored, depth, accumulated, *split(scale),
-        *split(prior), *split(cosine), *split(math.cos(angle)), *split(math.sin(angle)),
-        angle != 0.0, is_straight, is_mean, 1024, power_of_two(depth), num_warps=4,
+    accumulated, labels = 2.0 * depth * torch.finfo(torch.float32).eps, labels.contiguous()
+    tensors = (
+        embeddings, labels, rows.labels, state.prototypes, state.inverse_norms, copy_error,
+        rows.unit, rows.rounded, rows.state, rows.sums,
     )  # fmt: skip
+
+    def launches() -> None:
+        launch(
+            _prepare_rows, (num_rows,), *tensors, embeddings.stride(0), num_rows,
+            len(state.prototypes), rows.ignored, depth, accumulated, *split(scale),
+            *split(prior), *split(cosine), *split(math.cos(angle)), *split(math.sin(angle)),
+            angle != 0.0, is_straight, is_mean, 1024, power_of_two(depth), num_warps=4,
+        )  # fmt: skip
+
+    repeat(launches, ("prepare", rows.ignored, scale, margin, is_mean), *tensors)
 
 
 def _begin_gradient(rows: Rows, state: PrototypeState) -> tuple[Tensor, Tensor, int]:
@@ -1056,27 +1062,21 @@ def reduce(rows: Rows) -> None:
     )  # fmt: skip
 
 
-def scale_rows(rows: Rows, grad: Tensor, dtype: torch.dtype, *, repeats: bool) -> Tensor:
-    """Gradient of the embeddings for the gradient ``grad`` of the loss, which rows keep.
-
-    Rows of a step that ``repeats`` remember the launch.
-    """
+def scale_rows(rows: Rows, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient of the embeddings for the gradient ``grad`` of the loss, which rows keep."""
     assert rows.gradient is not None
     (num_rows, depth), factor = rows.gradient.shape, rows.factor
     out = torch.empty((num_rows, depth), dtype=dtype, device=grad.device)
     grad = grad.contiguous()  # a mean of rows has the same gradient for all: one number, expanded
-    kinds = (dtype, grad.dtype, grad.data_ptr() % 16)
-    if rows.scaling is not None and rows.scaling[0] == kinds:
-        rows.scaling[1](grad.device.index, grad.data_ptr(), out.data_ptr())
-        return out
-    with Recording() as recording:
+    tensors = (rows.gradient, grad, out, factor)
+
+    def launches() -> None:
         launch(
-            _scale_rows, (num_rows,), rows.gradient, grad, out, factor, depth, factor.ndim > 0,
-            power_of_two(depth), num_warps=4,
+            _scale_rows, (num_rows,), *tensors, depth, factor.ndim > 0, power_of_two(depth),
+            num_warps=4,
         )  # fmt: skip
-    if repeats:
-        repeated = recording.between(grad, out, fixed=(rows.gradient, factor))
-        rows.scaling = None if repeated is None else (kinds, repeated)
+
+    repeat(launches, ("scale",), *tensors)
     return out
 
 

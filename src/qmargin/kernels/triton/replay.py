@@ -9,11 +9,13 @@ strides, types and alignments are those of the recording.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _thread = (
     threading.local()
@@ -40,21 +42,19 @@ class Recording:
     def __exit__(self, *error: object) -> None:
         _thread.recordings.remove(self)
 
-    def between(self, *tensors: Tensor, fixed: tuple[Tensor, ...] = ()) -> Repeated | None:
-        """Return an object that repeats the launches with other tensors in place of these.
+    def between(self, *places: Tensor | TensorDescriptor) -> Repeated | None:
+        """Return an object that repeats the launches with others in place of these.
 
-        ``fixed`` tensors stay where they are. None if a launch had a tensor that is none of them,
-        or where kernels are interpreted.
+        None if a launch had a tensor that is none of them, or where kernels are interpreted.
         """
-        roles = {id(tensor): role for role, tensor in enumerate(tensors)}
-        stays = {id(tensor) for tensor in fixed}
+        roles = {id(place): role for role, place in enumerate(places)}
         bound = []
         for compiled, grid, args in self.launches:
-            others = [(i, a) for i, a in enumerate(args) if isinstance(a, Tensor)]
-            found = [(i, roles.get(id(a))) for i, a in others if id(a) not in stays]
+            others = [i for i, a in enumerate(args) if isinstance(a, Tensor | TensorDescriptor)]
+            found = [(i, roles.get(id(args[i]))) for i in others]
             if any(role is None for _, role in found) or not _is_known(compiled):
                 return None
-            template = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+            template = [None if i in others else a for i, a in enumerate(args)]
             sizes = (*grid, 1, 1)[:3]
             bound.append((compiled, sizes, template, found))
         return Repeated(bound) if bound else None
@@ -77,7 +77,7 @@ class Repeated:
             for compiled, sizes, template, places in launches
         ]
 
-    def __call__(self, device: int, *addresses: int) -> None:
+    def __call__(self, device: int, *addresses: int | TensorDescriptor) -> None:
         """Launch on the current stream of a CUDA device, which has to be the current one."""
         stream = torch._C._cuda_getCurrentRawStream(device)
         for run, sizes, function, metadata, template, places in self._launches:
@@ -85,3 +85,47 @@ class Repeated:
             for place, role in places:
                 args[place] = addresses[role]
             run(*sizes, stream, function, metadata, None, None, None, *args)
+
+
+MOST_KNOWN = 256
+_known: dict[tuple[object, ...], Repeated] = {}
+
+
+def repeat(
+    launches: Callable[[], None], key: tuple[object, ...], *places: Tensor | TensorDescriptor
+) -> None:
+    """Launch kernels, by a recording if such launches were recorded before.
+
+    Args:
+        launches: Launches the kernels by ``launch``.
+        key: Their names and all arguments that do not follow from shapes, strides and types.
+        places: Their tensors and descriptors, a tensor first.
+    """
+    first = places[0]
+    assert isinstance(first, Tensor)
+    if not _can_record(first):
+        launches()
+        return
+    device = first.device.index
+    kinds = (key, device, *map(_kind, places))
+    known = _known.get(kinds)
+    if known is not None:
+        known(device, *(one.data_ptr() if isinstance(one, Tensor) else one for one in places))
+        return
+    with Recording() as recording:
+        launches()
+    repeated = recording.between(*places)
+    if repeated is not None:
+        if len(_known) == MOST_KNOWN:  # sizes that change with every batch
+            _known.clear()
+        _known[kinds] = repeated
+
+
+def _can_record(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _kind(place: Tensor | TensorDescriptor) -> tuple[object, ...]:
+    if isinstance(place, Tensor):
+        return place.dtype, place.shape, place.stride(), place.data_ptr() % 16
+    return _kind(place.base), tuple(place.shape), tuple(place.strides), tuple(place.block_shape)
