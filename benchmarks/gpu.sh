@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in parts of a few minutes: benchmarks/gpu.sh OUT COMMIT PART...
 # Works in a checkout that is not installed, with the dependencies in PYTHONPATH. JSON files go to OUT;
-# `python -m benchmarks head-page OUT/head-*.json` makes docs/benchmarks/head.md of them. The parts `goals` and `sizes` take at
-# most nine minutes each. `goals` runs tests and, in processes beside them, compiles all kernels; then it measures the goals, one
-# after the other, and prints their table last. `pages` needs no GPU: it makes docs/benchmarks/sizes.md and its figure, loss-gpu.md
-# and the README's table from what `sizes` and `goals` left in OUT. DEVICE=cpu and SIZES="100x8x4 ..." rehearse.
+# `python -m benchmarks head-page OUT/head-*.json` makes docs/benchmarks/head.md of them. The part `sizes` takes at most nine
+# minutes: it runs tests and, in processes beside them, compiles all kernels; then it measures the loss, the head at all sizes and
+# with reference measures, one after the other, and prints the table of goals last. `pages` needs no GPU: it makes
+# docs/benchmarks/sizes.md and its figure, loss-gpu.md and the README's table from what `sizes` left in OUT. DEVICE=cpu and
+# SIZES="100x8x4 ..." rehearse.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$1 commit=$2
@@ -15,11 +16,8 @@ device=${DEVICE:-cuda}
 bench() { python3 -m benchmarks "$@"; }
 head() { bench head --commit "$commit" "$@"; }
 
-gpu_tests="tests/heads tests/kernels tests/losses/test_fused.py tests/evaluation/test_all_pairs.py
-    tests/training/test_process.py tests/training/test_loop.py"
 # What is most in doubt comes first.
-goal_sizes=${SIZES:-2059906 5994 17982 93431x512x1024 360232 93431x512x512}
-all_sizes=${SIZES:-2059906 5994 17982 360232 1000000 93431x512x1024 93431x512x512 8000000}
+sizes=${SIZES:-2059906 5994 17982 93431x512x1024 360232 1000000 93431x512x512 8000000}
 loss_shapes=${SHAPES:-256x5994 1024x17982 1024x93431}
 
 begin() { # SECONDS: for all that `try` runs from now on
@@ -55,30 +53,49 @@ measure_sizes() { # NAME REPEATS SECONDS LIMIT SIZES OPTIONS...: each in a proce
     done
 }
 
-warm_up() { # compile what the sizes need, side by side
-    local size
-    for size in $goal_sizes; do
+gpu_tests() { # NAME ARGUMENTS...
+    local name=$1
+    shift
+    try 200 "tests-$name" python3 -m pytest -q --maxfail 20 --tb short -m "${MARK:-gpu}" -p no:cacheprovider "$@"
+}
+
+warm_up() { # all tests; and compile what the sizes need, side by side
+    local size paths=tests/heads/test_paths_gpu.py
+    gpu_tests directions $paths -k direction &
+    gpu_tests paths $paths -k "not direction" &
+    gpu_tests matrix tests/heads --ignore $paths &
+    gpu_tests rest tests/kernels tests/losses/test_fused.py tests/evaluation/test_all_pairs.py tests/training/test_process.py \
+        tests/training/test_loop.py &
+    for size in $sizes; do
+        case $size in 1000000 | 8000000) continue ;; esac # the same kernels, and no room for all
         measure_sizes warm 1 0.1 160 "$size" --goals &
     done
     measure_loss 1 warm-loss &
+    wait
+}
+
+references() { # REPEATS
+    try 100 references python3 -m benchmarks head --commit "$commit" --screen float16 --parts references --repeats "$1" \
+        --json "$out/head-references.json"
 }
 
 show_goals() {
-    local files=("$out"/goals-*.json) losses=()
+    local losses=()
     [ -f "$out/loss.json" ] && losses=(--loss "$out/loss.json")
-    python3 -m benchmarks sizes --from "${files[@]}" "${losses[@]}" --page "$out/goals.md" >/dev/null || true
-    grep -hE '^[0-9]+ (passed|failed)|^=+ .*(passed|failed|error)|no tests ran' "$out/tests.log" | tail -n 1 || true
+    python3 -m benchmarks sizes --from "$out"/sizes-*.json "${losses[@]}" --page "$out/goals.md" >/dev/null || true
+    grep -hE '^[0-9]+ (passed|failed)|^=+ .*(passed|failed|error)|no tests ran' "$out"/tests-*.log || true
     sed -n '/^## Goals/,/^## Step time/p' "$out/goals.md" | grep '^|' || true
 }
 
-goals() {
+measure() {
+    local first=${sizes%% *} rest=${sizes#* }
     begin 520
     warm_up
-    # shellcheck disable=SC2086
-    try 180 tests python3 -m pytest -q --maxfail 20 --tb short -m "${MARK:-gpu}" -p no:cacheprovider ${TESTS:-$gpu_tests}
-    wait
+    rm -f "$out"/warm-*.json
+    measure_sizes sizes 20 2 90 "$first"
     measure_loss 20 loss --json "$out/loss.json"
-    measure_sizes goals 40 2 90 "$goal_sizes" --goals
+    [ "$device" = cpu ] || references 12
+    [ "$rest" = "$first" ] || measure_sizes sizes 20 2 90 "$rest"
     try 60 kernels python3 -m benchmarks kernels --device "$device" --commit "$commit" ${SIZES:+--sizes $SIZES} --json "$out/kernels.json"
     show_goals
 }
@@ -95,13 +112,6 @@ pages() {
 for part in "$@"; do
     echo "== $part"
     case $part in
-    tests)
-        python3 -m pytest -q -p no:cacheprovider tests/heads/test_paths_gpu.py tests/heads/test_fused_chunks.py \
-            tests/kernels/test_triton_head.py tests/training/test_running_ahead.py tests/training/test_process.py tests/evaluation/test_all_pairs.py -m "gpu or not slow"
-        ;;
-    goals)
-        goals
-        ;;
     head)
         head --screen float16 --paths sparse,chunked,common --parts products,paths --repeats 8 --json "$out/head-paths.json"
         head --screen float16 --settings several --parts settings,errors --repeats 6 --json "$out/head-settings.json"
@@ -113,8 +123,7 @@ for part in "$@"; do
         head --screen bfloat16 --settings several --parts settings --repeats 4 --json "$out/head-bf16-settings.json"
         ;;
     sizes)
-        begin 530
-        measure_sizes sizes 20 2 110 "$all_sizes"
+        measure
         ;;
     pages)
         pages
@@ -126,7 +135,8 @@ for part in "$@"; do
         head --parts growth --repeats 4 --json "$out/head-growth.json"
         ;;
     reference)
-        head --screen float16 --parts references --repeats 20 --json "$out/head-references.json"
+        begin 300
+        references 20
         ;;
     end-to-end)
         head --parts end-to-end --backbone iresnet100 --batch 512 --repeats 3 --seconds 2 --json "$out/head-e2e.json"

@@ -172,8 +172,8 @@ def page_tables(record: Record) -> list[Table]:
             record,
             "Step time",
             lambda row: short(row["ms"]),
-            "Milliseconds of one step in a burst of four, the next launched while the device still "
-            "works on the one before, as in training. Medians.",
+            "Milliseconds of one step in a burst of at least four and ten milliseconds, the next "
+            "launched while the device still works on the one before, as in training. Medians.",
         ),
         _contender_table(
             record,

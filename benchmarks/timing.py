@@ -20,7 +20,9 @@ import qmargin
 from benchmarks.common import current_commit
 from qmargin.cli.doctor import installed_version
 
-BURST = 4  # calls of a step in a turn on a GPU
+BURST = 4  # calls of a step in a turn on a GPU, at least
+BURST_MS = 10.0  # that a turn lasts: the first of a few short steps would count as much as the rest
+MOST_CALLS = 64
 LONG_MS = 500.0  # of a step that is called once in a turn: launches do not show in it
 WARM_TURNS = 3  # the first compiles kernels, the second may still grow the allocator's pools
 FEWEST_TURNS = 3
@@ -84,12 +86,13 @@ def time_turns(
         device: Where they run.
         repeats: Turns.
         seconds: Slow steps get fewer turns, three at least, to stay near this time.
-        burst: Calls of a step in a turn on a GPU; with 1, each is waited for.
+        burst: Calls of a step in a turn on a GPU, or more where they are short; with 1, each is
+            waited for.
     """
     calls, turn_ms = [1] * len(steps), 0.0
     for turn in range(WARM_TURNS):
         found = [once_ms(step, device, count) for step, count in zip(steps, calls, strict=True)]
-        calls = [burst if device.type == "cuda" and ms < LONG_MS else 1 for ms in found]
+        calls = [num_calls(ms, burst) if device.type == "cuda" else 1 for ms in found]
         turn_ms = sum(ms * count for ms, count in zip(found, calls, strict=True))
         if turn > 0 and turn_ms > 1e3 * seconds / 4:  # the first may be slow for having compiled
             break
@@ -102,6 +105,18 @@ def time_turns(
         for number in order:
             times[number].append(once_ms(steps[number], device, calls[number]))
     return times
+
+
+def num_calls(ms: float, burst: int) -> int:
+    """Calls of a step of so many milliseconds in a turn.
+
+    Examples:
+        >>> num_calls(5.0, 4), num_calls(0.4, 4), num_calls(0.4, 1), num_calls(900.0, 4)
+        (4, 25, 1, 1)
+    """
+    if burst == 1 or ms >= LONG_MS:
+        return 1
+    return max(burst, min(MOST_CALLS, math.ceil(BURST_MS / max(ms, 1e-6))))
 
 
 def peak_gib(step: Step, device: torch.device, known_bytes: int = 0) -> float | None:

@@ -106,7 +106,8 @@ def test_every_launch_of_matrix_steps_compiles(recorded, monkeypatch):
         matrices.test_norm_and_forms_of_the_gradient(path, alpha)
     for reduction in ("mean", "none"):
         for limit in (1 << 29, 0):
-            matrices.test_ignored_rows_and_reductions(reduction, limit)
+            for path, alpha in (("sparse", 1.5), ("chunked", 1.0), ("chunked", 1.5)):
+                matrices.test_ignored_rows_and_reductions(reduction, limit, path, alpha)
     matrices.test_rows_whose_lists_are_too_short_are_solved_without_them(monkeypatch, 2, 8)
     matrices.test_margins_without_a_closed_form(qmargin.MagFaceMargin(), 1 << 29)
     matrices.test_sparse_steps_match_the_definition(1.3, qmargin.AngularMargin(0.3), 33)
