@@ -5,7 +5,7 @@
 # minutes: it runs tests and, in processes beside them, compiles all kernels; then it measures the loss, the head at all sizes and
 # with reference measures, one after the other, and prints the table of goals last. `pages` needs no GPU: it makes
 # docs/benchmarks/sizes.md and its figure, loss-gpu.md and the README's table from what `sizes` left in OUT. DEVICE=cpu and
-# SIZES="100x8x4 ..." rehearse.
+# SIZES="100x8x4 ..." rehearse. LIMIT is the seconds after which `sizes` ends.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$1 commit=$2
@@ -89,7 +89,7 @@ show_goals() {
 
 measure() {
     local first=${sizes%% *} rest=${sizes#* }
-    begin 520
+    begin "${LIMIT:-520}"
     warm_up
     rm -f "$out"/warm-*.json
     measure_sizes sizes 20 2 90 "$first"

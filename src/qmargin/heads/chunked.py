@@ -83,7 +83,7 @@ TILE = 256  # classes: a block of whole tiles wastes none
 GUESS_FACTOR = 2.0**4
 MIN_FUSED = 0.02  # alpha - 1, above one
 GUESS_CLASSES = 1 << 16  # whose largest cosine is the guess
-KEPT_SHARE = 32  # of a GPU's memory that kept posteriors may take: one part of so many
+KEPT_SHARE = 32  # kept posteriors may take one part in 32 of the memory of a GPU
 
 
 class Kept(NamedTuple):
@@ -561,7 +561,7 @@ class FusedChunks(Chunks):
             measures = None if measures is None else measures[::step].contiguous()
         low = 0.0 if self.reference is None else self.reference.bounds[0]
         search = self.kernels.RootSearch(few, target, self.scale, self.b, maxima, low)
-        if step > 1:  # further than a sample can be trusted: its passes cost next to nothing
+        if step > 1:  # further than a sample can be trusted: its passes cost little
             search.run(few, float(step), NUM_PASSES, 0.02, measures)
         # The last step of the search is left to the sums to check: Halley cubes a small error, and
         # Newton squares it. Where many classes lie at the edge that can fail.
