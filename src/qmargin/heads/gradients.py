@@ -89,21 +89,23 @@ def _coo(classes: Tensor, rows: Tensor, like: Tensor) -> Tensor:
 class ListedGradient(PrototypeGradient):
     """Gradient of a sparse step: entries for the active classes only.
 
-    The factor is applied when the gradient is used: launches between a step's wait and the next
-    screen leave a GPU without work.
+    Lists are cut and multiplied when the gradient is used: what a host does between a step's wait
+    and the next screen leaves a GPU without work.
     """
 
     head: MarginClassifier
-    listed: ClassGradient  # times the factor
+    listed: ClassGradient  # with spare entries, which come last; to be multiplied by the factor
     embeddings: Tensor  # [B, d], unit
-    bound: Tensor  # float64 scalar, see ``element_bound``, times the factor
+    bound: Tensor  # float64 scalar, see ``element_bound``, to be multiplied by the factor
     factor: Tensor  # scalar, or [B] for each row
+    length: int | None  # of the lists without spare entries, once it is known
 
     @property
     def entries(self) -> ClassGradient:
         """The whole gradient."""
-        factor = self.factor if self.factor.ndim == 0 else self.factor[self.listed.rows.long()]
-        return self.listed._replace(values=self.listed.values * factor)
+        listed = self.listed.part(slice(self.length))
+        factor = self.factor if self.factor.ndim == 0 else self.factor[listed.rows.long()]
+        return listed._replace(values=listed.values * factor)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         return gradient_blocks(self.entries, *self._tensors())

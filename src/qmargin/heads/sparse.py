@@ -174,7 +174,7 @@ class SparseStep:
     target_logits: Tensor = field(init=False)  # [B]
     gradient: ClassGradient | None = None
     bound: Tensor = field(init=False)  # of the gradient's elements, see ``element_bound``
-    num_candidates: int = 0
+    num_candidates: int | None = None  # once the step is verified
 
     def solve(self, target: Target, *, has_gradient: bool) -> RowSolution:
         head, kernels, prototypes = self.head, self.head.kernels, self.head.prototypes.detach()
@@ -196,7 +196,7 @@ class SparseStep:
             self.support = kernels.find_support(*given, expected=head.list_lengths, **numbers)
         else:
             self.support = find_support(kernels, head.ranks, *given, **numbers)
-        solved = self.solved
+        solved = self.support.solved
         return RowSolution(solved.loss, -solved.others_mass, solved.in_reference)
 
     def target_cosines(self) -> Tensor:
@@ -220,31 +220,29 @@ class SparseStep:
 
     def deliver_gradient(self, factor: Tensor) -> Tensor | None:
         assert self.gradient is not None
-        given = (self.gradient, self.prepared.embeddings, self.bound, factor)
+        given = (self.gradient, self.prepared.embeddings, self.bound, factor, self._length())
         return deliver(self.head, ListedGradient(self.head, *given))
 
     @property
     def solved(self) -> SolvedRows:
-        """The solution; certain once the step is verified."""
-        return self.support.solved
+        """The solution of a verified step."""
+        assert self.num_candidates is not None
+        return self.support.cut(self.num_candidates)
 
     def verify(self) -> bool:
-        """See ``SolvableStep``; cuts the lists, and a fused gradient made of them, to length."""
+        """See ``SolvableStep``; tells a fused gradient how long its lists are."""
         head = self.head
         found = head.list_lengths = self.support.verify()
         if found is None:
             return False
         self.num_candidates = found.candidates
-        if self.gradient is not None:
-            self.gradient = self._cut(self.gradient)
         fused = head.fused_gradient
         if isinstance(fused, ListedGradient) and self.owns(fused):
-            head.fused_gradient = replace(fused, listed=self._cut(fused.listed))
+            head.fused_gradient = replace(fused, length=self._length())
         return True
 
-    def _cut(self, gradient: ClassGradient) -> ClassGradient:
-        """A gradient without the spare entries of the lists, which come last."""
-        return gradient.part(slice(self.num_candidates + len(self.labels)))
+    def _length(self) -> int | None:
+        return None if self.num_candidates is None else self.num_candidates + len(self.labels)
 
     def owns(self, gradient: object) -> bool:
         mine = self.prepared.embeddings
@@ -254,6 +252,7 @@ class SparseStep:
         """Share of the classes that rows list; with several ranks, a number they agree on."""
         num_logits = max(1, len(self.labels) * self.head.num_classes)
         support = self.support.others_support
+        assert self.num_candidates is not None
         return (self.num_candidates if support is None else int(support.sum())) / num_logits
 
     def stats(self, counts: Tensor) -> StepStats:
@@ -301,7 +300,7 @@ class FusedSparseStep(SparseStep):
     def deliver_scaled(self) -> Tensor | None:
         """Deliver the gradient times the factor that the rows keep."""
         assert self.gradient is not None
-        given = (self.gradient, self.rows.unit, self.bound, self.rows.factor)
+        given = (self.gradient, self.rows.unit, self.bound, self.rows.factor, self._length())
         return deliver(self.head, ListedGradient(self.head, *given))
 
 

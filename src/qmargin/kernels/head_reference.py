@@ -173,11 +173,6 @@ class ClassOrder(NamedTuple):
     order: Tensor  # [n + B]: which candidate, or from num_candidates on, which row's target
     num_candidates: int  # room included
 
-    def cut(self, num_candidates: int) -> ClassOrder:
-        """Remove the entries that no candidate has: they come last."""
-        length = len(self.columns) - (self.num_candidates - num_candidates)
-        return self._replace(columns=self.columns[:length], order=self.order[:length])
-
 
 @dataclass
 class Support:
@@ -192,19 +187,19 @@ class Support:
     others_support: Tensor | None = None  # [B] over all ranks, where there are several
 
     def verify(self) -> Lengths | None:
-        """Wait for the true lengths and cut the lists to them; None if they were too short."""
+        """Wait for the true lengths; None if the lists were too short."""
         found = Lengths(*self.lengths.wait().tolist())
         if found.pairs > self.limit:
             raise ListOverflow
         if found.pairs > self.room.pairs or found.candidates > self.room.candidates:
             return None
-        if found.candidates < self.room.candidates:
-            names = ("rows", "columns", "posterior")
-            cut = {name: getattr(self.solved, name)[: found.candidates] for name in names}
-            self.solved = self.solved._replace(**cut)
-            if self.order is not None:
-                self.order = self.order.cut(found.candidates)
         return found
+
+    def cut(self, num_candidates: int) -> SolvedRows:
+        """The solution without the spare entries of the lists."""
+        names = ("rows", "columns", "posterior")
+        cut = {name: getattr(self.solved, name)[:num_candidates] for name in names}
+        return self.solved._replace(**cut)
 
 
 class ClassGradient(NamedTuple):

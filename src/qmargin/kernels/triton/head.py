@@ -44,16 +44,16 @@ from qmargin.transfers import Reading
 ROOM = 1 << 14  # lists have a multiple of this many entries: allocations repeat
 NO_LIMIT = (1 << 31) - 1  # entries of a list are counted in 32 bits
 BLOCK = 1024  # entries that a program reads at a time
-BOUND_BLOCK = 4096
+BOUND_SPANS = 512
 SPAN = 8  # groups whose largest maximum is kept: where that is too low, they are not read again
-SPANS = 256  # that a program reads at a time
-PARTS = 8  # of a row, listed side by side
+SPANS = 128  # that a program reads at a time; it is one warp, which has nothing to wait for
+PARTS = 16  # of a row, listed side by side
 # Newton runs on the maxima of BLOCK strided sets of groups, which stay in registers: a subset too,
 # so still a lower bound (F1), and one that lists hardly more groups than all the maxima would.
 COARSE_STEPS = 6
 ROUNDING = 1e-5  # of float32 sums over the maxima, in units of the height
 ENTRIES = 8  # that a program scores at a time
-PAIRS = 64  # that a program expands
+PAIRS = 128  # that a program expands
 MAX_STEPS = 64
 NUM_HALVINGS = 90  # above alpha = 2
 SPLIT = 8  # programs per row; their parts are added in a fixed order, so results repeat
@@ -277,7 +277,7 @@ def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: 
         # The target leaves before any maximum is used: its logit is large, its measure tiny.
         launch(
             _repair, repairs, embeddings, copy, labels, maxima, num_classes, num_groups, depth,
-            GROUP, 128, num_warps=1,
+            GROUP, 256, num_warps=4,
         )  # fmt: skip
 
     repeat(
@@ -288,14 +288,21 @@ def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: 
 
 
 @triton.jit
-def _starts(COUNTS, STARTS, TOTAL, num_rows, room, BLOCK: tl.constexpr):
+def _starts(
+    COUNTS, STARTS, ROW_STARTS, TOTAL, num_rows, room, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Where the pairs of each part begin, and those of each row, of ``PARTS`` parts."""
     position = tl.zeros((1,), tl.int64)
     tl.store(STARTS + tl.arange(0, 1), position)
+    tl.store(ROW_STARTS + tl.arange(0, 1), position)
     for start in range(0, num_rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
         counts = tl.load(COUNTS + row, mask=row < num_rows, other=0).to(tl.int64)
         ends = position + tl.cumsum(counts, 0)
-        tl.store(STARTS + 1 + row, tl.minimum(ends, room), mask=row < num_rows)
+        ends = tl.minimum(ends, room)
+        tl.store(STARTS + 1 + row, ends, mask=row < num_rows)
+        is_last = (row < num_rows) & (row % PARTS == PARTS - 1)
+        tl.store(ROW_STARTS + row // PARTS + 1, ends, mask=is_last)
         position += tl.sum(counts, 0)
     tl.store(TOTAL + tl.arange(0, 1), position)
 
@@ -311,15 +318,30 @@ def _lowered(floor):
 def _above(
     MAXIMA, HIGHEST, FLOOR, SLACK, row, span, end, num_groups, num_spans, SPAN: tl.constexpr
 ):  # fmt: skip
-    """Groups of some spans of a row, and whether their maxima lie above its floor."""
+    """A bit for each group of some spans whose maximum lies above the row's floor; their number.
+
+    A span is read by one lane, so no lane waits for others.
+    """
     lowered = _lowered(tl.load(FLOOR + row) - tl.load(SLACK + row))
     highest = HIGHEST + row.to(tl.int64) * num_spans
     is_high = tl.load(highest + span, mask=span < end, other=float("-inf")) > lowered
-    group = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     maxima = MAXIMA + row.to(tl.int64) * num_groups
-    is_read = is_high[:, None] & (group < num_groups)
-    value = tl.load(maxima + group, mask=is_read, other=float("-inf"))
-    return group, (value > lowered).to(tl.int32)
+    bits = tl.zeros(span.shape, tl.int32)
+    count = tl.zeros(span.shape, tl.int32)
+    for member in tl.static_range(SPAN):
+        group = span * SPAN + member
+        value = tl.load(maxima + group, mask=is_high & (group < num_groups), other=float("-inf"))
+        is_above = (value > lowered).to(tl.int32)
+        bits |= is_above << member
+        count += is_above
+    return bits, count
+
+
+@triton.jit
+def _lowest(bits):
+    """Number of the lowest bit that is set; below 32."""
+    lowest = (bits & -bits).to(tl.uint32).to(tl.float32)  # a power of two is its exponent
+    return (lowest.to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @triton.jit
@@ -335,10 +357,10 @@ def _count(
     counts = tl.zeros((SPANS,), tl.int32)
     for start in range(part * share, end, SPANS):
         span = start + tl.arange(0, SPANS)
-        _group, is_listed = _above(
+        _bits, count = _above(
             MAXIMA, HIGHEST, FLOOR, SLACK, row, span, end, num_groups, num_spans, SPAN
         )
-        counts += tl.sum(is_listed, 1)
+        counts += count
     tl.store(COUNTS + row * PARTS + part, tl.sum(counts, 0))
 
 
@@ -361,7 +383,7 @@ def _powers32(height, power, log2_reference):
 def _bound(
     MAXIMA, TARGET_LOGIT, TARGET_LOG_REFERENCE, SLACK, COST, FLOOR, HIGHEST, num_groups, num_spans,
     scale, b, STEPS: tl.constexpr, ROUNDING: tl.constexpr, SPAN: tl.constexpr,
-    BOUND_BLOCK: tl.constexpr, HAS_COST: tl.constexpr,
+    BOUND_SPANS: tl.constexpr, HAS_COST: tl.constexpr,
 ):  # fmt: skip
     """Lower bound of tau from maxima; with costs those less the cosine that a measure costs (M4).
 
@@ -370,21 +392,20 @@ def _bound(
     """
     row = tl.program_id(0)
     base = MAXIMA + row.to(tl.int64) * num_groups
-    coarse = tl.full((BOUND_BLOCK,), float("-inf"), tl.float32)
-    costs = tl.zeros((BOUND_BLOCK,), tl.float32)
-    for start in range(0, num_groups, BOUND_BLOCK):
-        group = start + tl.arange(0, BOUND_BLOCK)
+    spans = HIGHEST + row.to(tl.int64) * num_spans
+    coarse = tl.full((BOUND_SPANS, SPAN), float("-inf"), tl.float32)
+    costs = tl.zeros((BOUND_SPANS, SPAN), tl.float32)
+    for start in range(0, num_spans, BOUND_SPANS):
+        span = start + tl.arange(0, BOUND_SPANS)
+        group = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
         value = tl.load(base + group, mask=group < num_groups, other=float("-inf"))
-        span = start // SPAN + tl.arange(0, BOUND_BLOCK // SPAN)
-        highest = tl.max(tl.reshape(value, (BOUND_BLOCK // SPAN, SPAN)), 1)
-        place = HIGHEST + row.to(tl.int64) * num_spans + span
-        tl.store(place, highest, mask=span < num_spans)
+        tl.store(spans + span, tl.max(value, 1), mask=span < num_spans)
         if HAS_COST:
             cost = tl.load(COST + group, mask=group < num_groups, other=0.0)
             value -= cost
             costs = tl.where(value > coarse, cost, costs)
         coarse = tl.maximum(coarse, value)
-    best = tl.max(coarse, 0)
+    best = tl.max(coarse)
     best = tl.where(best == float("-inf"), -1.0, best)  # only the target is left
     # Heights relative to the best other class: x_j = level + b * scale * (c_j - best).
     anchor = best.to(tl.float64) * scale
@@ -394,7 +415,7 @@ def _bound(
     power = 1.0 / b
     if HAS_COST:
         log2_measures = -power * tl.log2(1.0 + costs * (b * scale))
-        level_room = tl.max(tl.abs(costs), 0) * (b * scale)
+        level_room = tl.max(tl.abs(costs)) * (b * scale)
     for _ in range(STEPS):
         mass, slope = _powers32(level + gap, power, log2_reference)
         if HAS_COST:
@@ -402,7 +423,7 @@ def _bound(
             masses, slopes = _powers32(heights, power, log2_measures)
         else:
             masses, slopes = _powers32(level + (coarse - best) * (b * scale), power, 0.0)
-        level = _moved(level, mass + tl.sum(masses, 0), slope + tl.sum(slopes, 0), b)
+        level = _moved(level, mass + tl.sum(masses), slope + tl.sum(slopes), b)
     if HAS_COST:
         level += ROUNDING * (1.0 + tl.abs(level) + level_room)
     else:
@@ -426,16 +447,18 @@ def _list(
     last = tl.minimum((part + 1) * share, num_spans)
     for start in range(part * share, last, SPANS):
         span = start + tl.arange(0, SPANS)
-        group, is_listed = _above(
+        bits, count = _above(
             MAXIMA, HIGHEST, FLOOR, SLACK, row, span, last, num_groups, num_spans, SPAN
         )
-        counts = tl.sum(is_listed, 1)
-        before = position + tl.cumsum(counts, 0) - counts
-        place = before[:, None] + tl.cumsum(is_listed, 1) - 1
-        fits = (is_listed > 0) & (place < end)
-        tl.store(GROUPS + place, group, mask=fits)
-        tl.store(ROWS + place, tl.broadcast_to(row, (SPANS, SPAN)), mask=fits)
-        position += tl.sum(counts, 0)
+        place = position + tl.cumsum(count, 0) - count
+        while tl.max(bits, 0) > 0:  # few spans have several
+            group = span * SPAN + _lowest(bits)
+            fits = (bits > 0) & (place < end)
+            tl.store(GROUPS + place, group, mask=fits)
+            tl.store(ROWS + place, row, mask=fits)
+            bits &= bits - 1
+            place += 1
+        position += tl.sum(count, 0)
 
 
 def list_pairs(
@@ -463,18 +486,21 @@ def list_pairs(
     cost = slack if lower is None else _costs(lower, num_groups, scale, b)
     _bound[(num_rows,)](
         maxima, target.logits, target.log_reference, slack, cost, floor, highest, num_groups,
-        num_spans, scale, b, COARSE_STEPS if b <= 1.0 else 0, ROUNDING, SPAN, BOUND_BLOCK,
+        num_spans, scale, b, COARSE_STEPS if b <= 1.0 else 0, ROUNDING, SPAN, BOUND_SPANS,
         lower is not None, num_warps=8,
     )  # fmt: skip
     if reduce is not None:
         floor = reduce(floor)
     known, sizes = (maxima, highest, floor, slack), (num_groups, num_spans)
     counts = torch.empty(num_rows * PARTS, dtype=torch.int32, device=device)
-    _count[(num_rows, PARTS)](*known, counts, *sizes, PARTS, SPAN, SPANS, num_warps=4)
+    _count[(num_rows, PARTS)](*known, counts, *sizes, PARTS, SPAN, SPANS, num_warps=1)
     starts = torch.empty(num_rows * PARTS + 1, dtype=torch.int64, device=device)
+    row_starts = starts.new_empty(num_rows + 1)
     total = starts.new_empty(1) if total is None else total
     most = NO_LIMIT if room is None else room  # kernels never write past it
-    _starts[(1,)](counts, starts, total, num_rows * PARTS, most, 4 * BLOCK, num_warps=8)
+    _starts[(1,)](
+        counts, starts, row_starts, total, num_rows * PARTS, most, PARTS, 4 * BLOCK, num_warps=8
+    )
     room = int(total) if room is None else room
     if room > limit:
         raise ListOverflow(maxima)
@@ -482,8 +508,8 @@ def list_pairs(
     rows = torch.empty_like(groups)
     if room:
         lists = (starts, groups, rows)
-        _list[(num_rows, PARTS)](*known, *lists, *sizes, PARTS, SPAN, SPANS, num_warps=4)
-    return Pairs(groups, rows, starts[::PARTS].contiguous(), floor, slack)
+        _list[(num_rows, PARTS)](*known, *lists, *sizes, PARTS, SPAN, SPANS, num_warps=1)
+    return Pairs(groups, rows, row_starts, floor, slack)
 
 
 def _costs(lower: Tensor, num_groups: int, scale: float, b: float) -> Tensor:
@@ -565,21 +591,26 @@ def _candidate_starts(
 
 @triton.jit
 def _expand(
-    MASKS, ENDS, GROUPS, PAIR_ROWS, ROWS, COLUMNS, num_pairs, room,
+    MASKS, ENDS, GROUPS, PAIR_ROWS, ROWS, COLUMNS, num_pairs, room, num_classes,
     GROUP: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
+    """Candidates of some pairs, and as many spare entries: row 0 and a class past the last."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     inside = pair < num_pairs
+    total = tl.load(ENDS + num_pairs - 1)
+    is_spare = (pair >= total) & (pair < room)
+    tl.store(COLUMNS + pair, num_classes, mask=is_spare)
+    tl.store(ROWS + pair, 0, mask=is_spare)
     bits = tl.load(MASKS + pair, mask=inside, other=0)
-    member = tl.arange(0, GROUP)
-    is_set = (bits[:, None] >> member[None, :]) & 1
-    end = tl.load(ENDS + pair, mask=inside, other=0)
-    place = (end - tl.sum(is_set, 1))[:, None] + tl.cumsum(is_set, 1) - 1
-    fits = (is_set > 0) & (place < room) & inside[:, None]
+    place = tl.load(ENDS + pair - 1, mask=inside & (pair > 0), other=0)
     group = tl.load(GROUPS + pair, mask=inside, other=0)
     row = tl.load(PAIR_ROWS + pair, mask=inside, other=0)
-    tl.store(COLUMNS + place, group[:, None] * GROUP + member[None, :], mask=fits)
-    tl.store(ROWS + place, tl.broadcast_to(row[:, None], (PAIRS, GROUP)), mask=fits)
+    while tl.max((bits != 0).to(tl.int32), 0) > 0:  # few pairs have several
+        fits = (bits != 0) & (place < room)
+        tl.store(COLUMNS + place, group * GROUP + _lowest(bits), mask=fits)
+        tl.store(ROWS + place, row, mask=fits)
+        bits &= bits - 1
+        place += 1
 
 
 @triton.jit
@@ -641,11 +672,11 @@ def _score_listed(
     (num_classes, depth), device = batch.prototypes.shape, totals.device
     num_rows, num_pairs, groups = len(batch.labels), len(pairs.groups), pairs.groups
     # Per pair, bit j of a mask is set if class j of the group may be active.
-    masks, counts = torch.zeros((2, num_pairs), dtype=torch.int32, device=device)
+    num_groups = -(-num_classes // GROUP)
+    zeros = torch.zeros(2 * num_pairs + num_groups, dtype=torch.int32, device=device)
+    masks, counts, sizes = zeros.split([num_pairs, num_pairs, num_groups])
     if num_pairs:
-        num_groups = -(-num_classes // GROUP)
         # Each group's prototypes are read once. In which order its pairs come decides nothing.
-        sizes = torch.zeros(num_groups, dtype=torch.int32, device=device)
         slots, order = torch.empty((2, num_pairs), dtype=torch.int32, device=device)
         grid = (triton.cdiv(num_pairs, BLOCK),)
         _slots[grid](groups, sizes, slots, num_pairs, num_groups, BLOCK, num_warps=4)
@@ -666,13 +697,16 @@ def _score_listed(
     )  # fmt: skip
     lengths = Reading(totals)
     room = int(lengths.wait()[1]) if room is None else room
-    columns = torch.full((room,), num_classes, dtype=torch.int32, device=device)
-    rows = torch.zeros_like(columns)  # results of spare entries are dropped, but must be safe
+    # Results of spare entries are dropped, but must be safe.
+    rows, columns = torch.empty((2, room), dtype=torch.int32, device=device)
     if room and num_pairs:
-        _expand[(triton.cdiv(num_pairs, PAIRS),)](
-            masks, ends, groups, pairs.rows, rows, columns, num_pairs, room, GROUP, PAIRS,
-            num_warps=4,
+        _expand[(triton.cdiv(max(num_pairs, room), PAIRS),)](
+            masks, ends, groups, pairs.rows, rows, columns, num_pairs, room, num_classes, GROUP,
+            PAIRS, num_warps=1,
         )  # fmt: skip
+    else:
+        columns.fill_(num_classes)
+        rows.zero_()
     scores = _similarities(batch, batch.prepared.embeddings, columns, starts)
     candidates = Candidates(rows, columns, scores, starts)
     return add_reference(candidates, batch, _target_similarities), lengths
