@@ -72,7 +72,7 @@ CHANGING = frozenset(
 )
 PADDING = 256  # tile of the screen: the copy of the prototypes has a multiple of this many rows
 NUM_MEASURED = 4  # steps whose support decides the next path
-WATCH_EVERY = 16  # steps on one GPU, of which one is watched
+WATCH_EVERY = 64  # steps on one GPU, of which one is watched
 REST = 4096  # steps by lists after a row had more candidates than a matrix step can list
 
 

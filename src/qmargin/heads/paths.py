@@ -173,11 +173,11 @@ LISTS_WIN = 0.1
 TFLOP_PER_MS = 0.635  # of a product in half precision
 FLOAT32_TFLOP_PER_MS = 0.05
 GB_PER_MS = 4.0
-MATRIX_MS, LISTS_MS, CHUNKED_MS, DENSE_MS = 0.35, 1.2, 6.0, 2.5  # launches, and what they wait for
-FEWEST_LISTS_MS = 2.5  # the host takes as long to launch a step by lists
+MATRIX_MS, LISTS_MS, CHUNKED_MS, DENSE_MS = 0.35, 1.2, 1.0, 2.5  # launches, and what they wait for
+FEWEST_LISTS_MS, FEWEST_CHUNKED_MS = 2.5, 6.0  # the host takes as long to launch such a step
 MATRIX_BYTES = 6.0  # per cosine: one is written and read twice
 LISTED_BYTES = 12.0  # per listed class and dimension: scored, pulled, and read by the update
-CHUNKED_PRODUCTS, PLAIN_PRODUCTS = 12.0, 35.0  # the second above alpha 2, where kernels do less
+CHUNKED_PRODUCTS, PLAIN_PRODUCTS = 9.0, 35.0  # the second above alpha 2, where kernels do less
 DENSE_LOGITS = 1 << 25  # that may exist at once on a GPU: about 20 bytes each
 MATRIX_LISTED = 4096  # classes of a row, on average, that lists of a matrix step hold; they end at
 # twice as many, and a row with more makes the whole step slow
@@ -287,6 +287,6 @@ def gpu_costs(
     return {
         "matrix": matrix if can_list else math.inf,
         "lists": max(FEWEST_LISTS_MS, LISTS_MS + lists),
-        "chunked": CHUNKED_MS + products * one_product,
+        "chunked": max(FEWEST_CHUNKED_MS, CHUNKED_MS + products * one_product),
         "dense": DENSE_MS + 3.0 * tflop / FLOAT32_TFLOP_PER_MS,
     }
