@@ -735,6 +735,23 @@ def _ratios(height, power, POWER: tl.constexpr):
 
 
 @triton.jit
+def _measured(
+    MEASURES, entry, end, height, power, POWER: tl.constexpr, HAS_MEASURES: tl.constexpr
+):  # fmt: skip
+    """As ``_ratios``, of entries that may have log measures."""
+    if HAS_MEASURES and POWER == 0:
+        measure = tl.load(MEASURES + entry, mask=entry < end, other=0.0)
+        posterior, slope = _powers(height, power, measure)
+    else:
+        posterior, slope = _ratios(height, power, POWER)
+        if HAS_MEASURES:  # one function of the measure instead of two of the height
+            measure = tl.exp(tl.load(MEASURES + entry, mask=entry < end, other=0.0))
+            posterior *= measure
+            slope *= measure
+    return posterior, slope
+
+
+@triton.jit
 def _sums(
     SCORES, MEASURES, begin, end, level, best, rate, power, log_reference, gap,
     POWER: tl.constexpr, HAS_MEASURES: tl.constexpr, BLOCK: tl.constexpr,
@@ -744,11 +761,9 @@ def _sums(
     for start in range(begin, end, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         score = tl.load(SCORES + entry, mask=entry < end, other=float("-inf")).to(tl.float64)
-        if HAS_MEASURES:
-            measure = tl.load(MEASURES + entry, mask=entry < end, other=0.0)
-            masses, slopes = _powers(level + (score - best) * rate, power, measure)
-        else:
-            masses, slopes = _ratios(level + (score - best) * rate, power, POWER)
+        masses, slopes = _measured(
+            MEASURES, entry, end, level + (score - best) * rate, power, POWER, HAS_MEASURES
+        )
         mass += tl.sum(masses, 0)
         slope += tl.sum(slopes, 0)
     return mass, slope
@@ -828,11 +843,9 @@ def _solve(
         entry = start + tl.arange(0, BLOCK)
         score = tl.load(SCORES + entry, mask=entry < end, other=float("-inf")).to(tl.float64)
         height = level + (score - best) * rate
-        if HAS_MEASURES:
-            measure = tl.load(MEASURES + entry, mask=entry < end, other=0.0)
-            posterior, _slopes = _powers(height, power, measure)
-        else:
-            posterior, _slopes = _ratios(height, power, POWER)  # a name of its own: types are fixed
+        posterior, _slopes = _measured(  # a name of its own: types are fixed
+            MEASURES, entry, end, height, power, POWER, HAS_MEASURES
+        )
         others += tl.sum(posterior, 0)
         excess += tl.sum(tl.where(height > 0, posterior * height, 0.0), 0)
         tl.store(POSTERIOR + entry, posterior.to(tl.float32), mask=entry < end)
