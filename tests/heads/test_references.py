@@ -302,3 +302,14 @@ def test_measures_far_below_one_leave_their_classes_out(alpha, dtype, batch):
             tolerance = 1e-9 if dtype == torch.float64 else 1e-4
             assert_same(found, truth, tolerance=tolerance, note=(path, reference))
             assert found.stats.mass_error < tolerance
+
+
+@pytest.mark.parametrize("path", ["sparse", "chunked", "dense"])
+def test_an_inference_has_the_same_loss(path, batch):
+    head = make_head(make_loss(1.5, "all"), batch, path=path)
+    with torch.inference_mode():  # its tensors have no version
+        found = head(batch.embeddings, batch.labels)
+    rows = batch.embeddings.clone().requires_grad_()
+    loss = head(rows, batch.labels)
+    loss.backward()  # what was kept can be used in training
+    assert torch.equal(found, loss.detach())

@@ -108,6 +108,19 @@ def test_loss_and_gradient_are_those_of_the_definition(name, alpha, batch):
         np.testing.assert_allclose(float_array(cosines.grad[row]) / SCALE, posterior, atol=1e-11)
 
 
+def test_measures_of_classes_follow_the_strength():
+    prior = qmargin.ClassPrior([1, 2, 6], strength=0.5)
+    half = prior.per_class().clone()
+    assert prior.per_class() is prior.per_class()  # not computed in every step
+    prior.strength = 1.0
+    torch.testing.assert_close(prior.per_class(), 2.0 * half)
+    prior.counts.copy_(torch.tensor([1, 1, 4]))
+    torch.testing.assert_close(
+        prior.per_class(), torch.tensor([0.5, 0.5, 2.0], dtype=torch.float64).log()
+    )
+    assert torch.equal(copy.deepcopy(prior).per_class(), prior.per_class())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_statistics_in_lower_precision(dtype, batch):
     cosines, labels, norms, prototypes = batch

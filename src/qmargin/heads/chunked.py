@@ -66,7 +66,7 @@ from qmargin.kernels.solver import (
 )
 from qmargin.losses.hardness import hardness
 from qmargin.losses.margins import ClosedForm
-from qmargin.losses.references import MOST_STEEP
+from qmargin.losses.references import MOST_STEEP, version_of
 from qmargin.transfers import Reading
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Chunks:
         few.labels = self.sampled_labels(step)
         if self.reference is not None and self.reference.classes is not None:
             classes = self.reference.classes[::step]
-            few.reference = self.reference._replace(classes=classes, stamp=classes._version)
+            few.reference = self.reference._replace(classes=classes, stamp=version_of(classes))
         return few
 
     def sampled_labels(self, step: int) -> Tensor:

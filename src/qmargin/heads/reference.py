@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qmargin.errors import DataError
 from qmargin.kernels.head_reference import RowReference
-from qmargin.losses.references import on_device_of, pairs_now
+from qmargin.losses.references import on_device_of, pairs_now, version_of
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
@@ -46,5 +46,5 @@ def row_reference(head: MarginClassifier, targets: Tensor) -> RowReference | Non
     if classes is None and pair is None:
         return None
     pair_low = 0.0 if bounds is None else bounds[0]
-    stamp = None if classes is None else classes._version
+    stamp = None if classes is None else version_of(classes)
     return RowReference(classes, pair, targets.detach(), (low, high), pair_low, stamp)

@@ -67,7 +67,7 @@ class RowReference(NamedTuple):
     targets: Tensor  # [B, d]: unit prototypes of the rows' own classes, from any rank
     bounds: tuple[float, float]  # of the sum of both, over the classes of all ranks
     pair_low: float  # of what ``pair`` gives
-    stamp: int | None  # version of ``classes``
+    stamp: int | None  # version of ``classes``, if it has one
 
     def group_minima(self) -> Tensor | None:
         """Lower bound of each group, ``[ceil(k / GROUP)]`` float64, for the screen (M16).
@@ -99,7 +99,9 @@ class RowReference(NamedTuple):
 
     def check(self) -> None:
         """Raise if the numbers of the classes changed since the step began."""
-        if self.classes is not None and self.classes._version != self.stamp:
+        if self.classes is None or self.stamp is None:
+            return
+        if self.classes._version != self.stamp:
             raise ConfigError(
                 "the reference changed between a forward pass and its backward pass; change it "
                 "after the step, or let per_class return a new tensor"
@@ -432,11 +434,10 @@ def add_reference(
     if reference is None:
         return candidates
     columns = candidates.columns.clamp_max(len(batch.prototypes) - 1)  # some lists have room
-    total = torch.zeros(len(columns), dtype=torch.float64, device=columns.device)
-    if reference.classes is not None:
-        total = reference.classes[columns]
+    total = None if reference.classes is None else reference.classes[columns]
     if reference.pair is not None:
-        total = total + reference.pair(similarities(batch, candidates)).detach().double()
+        pairs = reference.pair(similarities(batch, candidates)).detach().double()
+        total = pairs if total is None else total + pairs
     return candidates._replace(log_reference=total)
 
 

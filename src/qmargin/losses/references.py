@@ -226,18 +226,19 @@ class ClassPrior(Reference):
         _check_counts(given)
         # A copy, so that no other code changes it. Integers, so that casts of the module do not.
         self.register_buffer("counts", given.detach().to(torch.int64, copy=True))
-        self._known: tuple[Tensor, int] | None = None
+        self._known: tuple[Tensor, int | None] | None = None
         self._range = (1.0, 1.0, 1.0)
+        self._measures: tuple[float, Tensor] | None = None  # at a strength
 
     def extremes(self) -> tuple[float, float, float]:
         """Smallest, mean and largest count, read again whenever the counts have changed."""
         known = self._known
-        version = -1 if self.counts.is_inference() else self.counts._version
+        version = version_of(self.counts)
         if known is None or known[0] is not self.counts or known[1] != version:
             _check_counts(self.counts)
             wide = self.counts.double()
             self._range = (float(wide.amin()), float(wide.mean()), float(wide.amax()))
-            self._known = (self.counts, version)
+            self._known, self._measures = (self.counts, version), None
         return self._range
 
     @property
@@ -249,7 +250,16 @@ class ClassPrior(Reference):
         """``strength * log(n_j / mean n)``; None where that is zero for all classes."""
         if not self.has_classes:
             return None
-        return self.counts.double().div_(self.extremes()[1]).log_().mul_(self.strength)
+        mean, known = self.extremes()[1], self._measures
+        if known is None or known[0] != self.strength:
+            with torch.inference_mode(False):  # it may be kept for training
+                measures = self.counts.double().div_(mean).log_().mul_(self.strength)
+            known = self._measures = self.strength, measures
+        return known[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what follows from the counts."""
+        return {**self.__dict__, "_known": None, "_measures": None}
 
     def class_bounds(self) -> tuple[float, float]:
         """From the smallest and the largest count."""
@@ -280,6 +290,11 @@ class ClassPrior(Reference):
         """Settings, for ``print``."""
         text = f"{len(self.counts)} classes, strength={self.strength:g}"
         return text + (f", margin_power={self.margin_power:g}" if self.margin_power else "")
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was written to; None for one of an inference, which keeps no count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _check_counts(counts: Tensor) -> None:
