@@ -74,13 +74,13 @@ def test_choice_follows_alpha_size_and_support(path, changes):
 # Milliseconds of steps on an H200 (docs/benchmarks/sizes.md): rows, classes, dimension, listed,
 # and the times of a sparse step, by blocks, and with all cosines.
 MEASURED = [
-    (256, 5_994, 256, 68, 0.425, 6.65, 2.93),
-    (512, 17_982, 256, 90, 0.445, 6.03, 3.11),
-    (512, 93_431, 512, 329, 0.831, 9.91, 7.55),
-    (1024, 93_431, 512, 328, 1.20, 8.90, 9.28),
-    (1024, 360_232, 512, 454, 3.24, 11.5, 31.4),
-    (1024, 1_000_000, 512, 557, 6.30, 26.3, None),
-    (1024, 2_059_906, 512, 647, 10.7, 47.0, None),
+    (256, 5_994, 256, 68, 0.413, 6.23, 3.01),
+    (512, 17_982, 256, 90, 0.422, 6.13, 3.49),
+    (512, 93_431, 512, 329, 0.770, 6.84, 5.85),
+    (1024, 93_431, 512, 328, 1.16, 6.97, 9.36),
+    (1024, 360_232, 512, 454, 3.13, 8.29, 31.8),
+    (1024, 1_000_000, 512, 557, 5.84, 16.9, None),
+    (1024, 2_059_906, 512, 647, 10.4, 35.0, None),
 ]
 
 
@@ -102,19 +102,22 @@ def test_expected_times_on_a_gpu_are_near_measured_ones(rows, classes, dim, list
 
 
 def test_supports_that_outgrow_the_lists_of_a_matrix_leave_it():
-    settings = {"num_rows": 1024, "num_classes": 93_431, "alpha": 1.25, "device": "cuda"}
+    settings = {"num_rows": 256, "num_classes": 93_431, "alpha": 1.25, "device": "cuda"}
     settings |= {"has_matrix": True}
 
     def choose(listed, was_chunked=False):
         return choose_path(class_share=listed / 93_431, was_chunked=was_chunked, **settings)
 
     assert choose(4000)[::2] == ("sparse", True)
-    assert choose(4200).path == "chunked"
+    assert choose(4200)[::2] == ("sparse", False)  # lists without a matrix have no such limit
+    settings["num_rows"] = 1024
+    assert choose(2900)[::2] == ("sparse", True)
+    assert choose(3900).path == "chunked"
     settings["has_matrix"] = False
-    assert choose(3900)[::2] == ("sparse", False)
+    assert choose(2900)[::2] == ("sparse", False)
     settings["has_matrix"] = True
-    assert choose(2500, True).path == "chunked"  # between the limits nothing changes
-    assert choose(1000, True)[::2] == ("sparse", True)
+    assert choose(1000, True).path == "chunked"  # between the limits nothing changes
+    assert choose(800, True)[::2] == ("sparse", True)
 
 
 @pytest.mark.parametrize("other", ["dense", "chunked"])
