@@ -24,7 +24,7 @@ from qmargin.kernels.solver import MAX_STEPS, loss_from_sums, row_exp, slacks, u
 GROUP = 32  # consecutive classes, represented by their maximum
 PIECE = (1 << 15) - 1  # numbers that an operation may have and stay on one thread
 BLOCK = 1 << 20  # numbers of an operation that needs all threads: copies stay small
-NUM_BOUNDING = 64  # maxima, at most, from which a row's first bound is made
+NUM_BOUNDING = 256  # maxima, at most, from which a row's first bound is made
 BOUND_TOLERANCE = 0.1  # of the mass at that bound: it need not converge
 SAMPLED = 1 << 18  # number of logits from which on a sample is checked first for too long lists
 MOST_SWEEPS = 8  # pieces that cost less than waiting for a second thread
