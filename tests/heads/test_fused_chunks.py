@@ -254,8 +254,7 @@ def test_steps_match_the_definition(alpha, margin, num_kept, num_classes):
 
 @pytest.mark.usefixtures("interpreted_steps")
 @pytest.mark.parametrize("alpha", [1.0, 1.25])
-def test_posteriors_that_are_kept_change_nothing_and_are_freed(alpha, monkeypatch):
-    monkeypatch.setattr(fused_chunks, "KEPT_SHARE", 1 << 60)  # only as many as the path says
+def test_posteriors_that_are_kept_change_nothing_and_are_freed(alpha):
     batch = random_batch(700, dim=16, rows=5)
     loss = make_loss(alpha, margin=qmargin.CosineMargin(0.2))
     found = []

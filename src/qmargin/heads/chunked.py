@@ -31,6 +31,7 @@ from qmargin.heads.matrix import (
     prepared_rows,
     prototype_state,
 )
+from qmargin.heads.paths import MATRIX_LOGITS
 from qmargin.heads.reference import row_reference
 from qmargin.heads.step import (
     RowOutcome,
@@ -386,7 +387,7 @@ class FusedChunks(Chunks):
         if embeddings.is_cuda:
             properties = torch.cuda.get_device_properties(embeddings.device)
             self.size = whole_waves(self.size, len(embeddings), properties.multi_processor_count)
-            if self.num_kept:
+            if self.num_kept >= MATRIX_LOGITS:  # not lowered
                 room = properties.total_memory // KEPT_SHARE
                 self.num_kept = max(self.num_kept, room // self.operand_dtype.itemsize)
 

@@ -72,8 +72,8 @@ class Chunked(StepPath):
         screen_dtype: Precision of the copy of the prototypes, see ``Sparse``.
         matrix_logits: Largest ``B * k`` for which a step at ``alpha = 1`` on one GPU keeps all
             posteriors in one half-precision matrix. Larger steps keep those of as many classes as
-            fit, into this number or a 32nd of the GPU's memory, for their backward pass. 0 for
-            never.
+            fit for their backward pass; unless this is lowered, a 32nd of the GPU's memory may be
+            used for them. 0 for never.
         capture: As for ``Sparse``.
     """
 
