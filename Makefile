@@ -111,7 +111,7 @@ bench-head: $(DEV)
 bench-head-gpu: $(DEV)
 	mkdir -p $(RESULTS)/gpu
 	PATH=$(abspath $(BIN)):$$PATH benchmarks/gpu.sh $(RESULTS)/gpu "$$(git rev-parse --short HEAD)" \
-		head head-bf16 head-bf16-settings growth end-to-end
+		head head-bf16 head-bf16-settings growth end-to-end reference
 	$(BENCH) head-page --out $(PAGES)/head.md $(RESULTS)/gpu/head-*.json
 
 bench-sizes: $(DEV)

@@ -299,9 +299,7 @@ class FusedSparseStep(SparseStep):
 
     def deliver_scaled(self) -> Tensor | None:
         """Deliver the gradient times the factor that the rows keep."""
-        assert self.gradient is not None
-        given = (self.gradient, self.rows.unit, self.bound, self.rows.factor, self._length())
-        return deliver(self.head, ListedGradient(self.head, *given))
+        return self.deliver_gradient(self.rows.factor)
 
 
 def fused_sparse_step(

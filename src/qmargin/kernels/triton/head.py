@@ -44,12 +44,13 @@ from qmargin.transfers import Reading
 ROOM = 1 << 14  # lists have a multiple of this many entries: allocations repeat
 NO_LIMIT = (1 << 31) - 1  # entries of a list are counted in 32 bits
 BLOCK = 1024  # entries that a program reads at a time
-BOUND_SPANS = 512
 SPAN = 8  # groups whose largest maximum is kept: where that is too low, they are not read again
+BOUND_SPANS = 512  # that the program of a bound reads at a time
 SPANS = 128  # that a program reads at a time; it is one warp, which has nothing to wait for
 PARTS = 16  # of a row, listed side by side
-# Newton runs on the maxima of BLOCK strided sets of groups, which stay in registers: a subset too,
-# so still a lower bound (F1), and one that lists hardly more groups than all the maxima would.
+# Newton runs on the maxima of as many strided sets of groups as a bound reads at a time, which stay
+# in registers: a subset too, so still a lower bound (F1), and one that lists hardly more groups
+# than all the maxima would.
 COARSE_STEPS = 6
 ROUNDING = 1e-5  # of float32 sums over the maxima, in units of the height
 ENTRIES = 8  # that a program scores at a time
@@ -316,13 +317,12 @@ def _lowered(floor):
 
 @triton.jit
 def _above(
-    MAXIMA, HIGHEST, FLOOR, SLACK, row, span, end, num_groups, num_spans, SPAN: tl.constexpr
+    MAXIMA, HIGHEST, lowered, row, span, end, num_groups, num_spans, SPAN: tl.constexpr
 ):  # fmt: skip
-    """A bit for each group of some spans whose maximum lies above the row's floor; their number.
+    """A bit for each group of some spans whose maximum lies above a floor; their number.
 
     A span is read by one lane, so no lane waits for others.
     """
-    lowered = _lowered(tl.load(FLOOR + row) - tl.load(SLACK + row))
     highest = HIGHEST + row.to(tl.int64) * num_spans
     is_high = tl.load(highest + span, mask=span < end, other=float("-inf")) > lowered
     maxima = MAXIMA + row.to(tl.int64) * num_groups
@@ -354,12 +354,11 @@ def _count(
     part = tl.program_id(1)
     share = tl.cdiv(num_spans, PARTS)
     end = tl.minimum((part + 1) * share, num_spans)
+    lowered = _lowered(tl.load(FLOOR + row) - tl.load(SLACK + row))
     counts = tl.zeros((SPANS,), tl.int32)
     for start in range(part * share, end, SPANS):
         span = start + tl.arange(0, SPANS)
-        _bits, count = _above(
-            MAXIMA, HIGHEST, FLOOR, SLACK, row, span, end, num_groups, num_spans, SPAN
-        )
+        _bits, count = _above(MAXIMA, HIGHEST, lowered, row, span, end, num_groups, num_spans, SPAN)
         counts += count
     tl.store(COUNTS + row * PARTS + part, tl.sum(counts, 0))
 
@@ -445,11 +444,10 @@ def _list(
     position = tl.load(STARTS + row * PARTS + part)
     end = tl.load(STARTS + row * PARTS + part + 1)
     last = tl.minimum((part + 1) * share, num_spans)
+    lowered = _lowered(tl.load(FLOOR + row) - tl.load(SLACK + row))
     for start in range(part * share, last, SPANS):
         span = start + tl.arange(0, SPANS)
-        bits, count = _above(
-            MAXIMA, HIGHEST, FLOOR, SLACK, row, span, last, num_groups, num_spans, SPAN
-        )
+        bits, count = _above(MAXIMA, HIGHEST, lowered, row, span, last, num_groups, num_spans, SPAN)
         place = position + tl.cumsum(count, 0) - count
         while tl.max(bits, 0) > 0:  # few spans have several
             group = span * SPAN + _lowest(bits)
