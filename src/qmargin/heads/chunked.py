@@ -41,6 +41,7 @@ from qmargin.heads.step import (
     step_stats,
     sum_target_cosines,
 )
+from qmargin.kernels.dispatch import gpu_properties
 from qmargin.kernels.head_reference import (
     GROUP,
     ClassGradient,
@@ -385,7 +386,7 @@ class FusedChunks(Chunks):
         if reference is not None and reference.classes is not None:
             self.measures = self.kernels.measures_of(reference.classes, self.scale, self.b)
         if embeddings.is_cuda:
-            properties = torch.cuda.get_device_properties(embeddings.device)
+            properties = gpu_properties(embeddings.device)
             self.size = whole_waves(self.size, len(embeddings), properties.multi_processor_count)
             if self.num_kept >= MATRIX_LOGITS:  # not lowered
                 room = properties.total_memory // KEPT_SHARE

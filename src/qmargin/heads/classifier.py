@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -226,7 +227,8 @@ class MarginClassifier(nn.Module):
     @property
     def kernels(self) -> Any:
         """The operations of the sparse step for this device."""
-        key = (self.prototypes.device.type, self.prototypes.dtype, self.screen_dtype)
+        prototypes = self.prototypes
+        key = (prototypes.device.type, prototypes.dtype, self.screen_dtype_for(prototypes))
         if key != self._kernels_key:
             self._kernels_key, self._kernels = key, load_backend(*key, len(self.shard))
         return self._kernels
@@ -317,21 +319,22 @@ class MarginClassifier(nn.Module):
             self._step, self._labels = self.captured_steps.step, labels
             self._note_share()
             return loss
-        checks.check_settings(self, self.prototypes.dtype)
+        criterion, prototypes = self.loss, self.prototypes
+        checks.check_settings(self, prototypes.dtype)
         given, embeddings = embeddings, checks.check_embeddings(self, embeddings)
         check_label_tensor(labels, embeddings, "embeddings")
-        ranks, ignored = self.ranks, self.loss.ignore_index  # a negative number, for the margins
+        ranks, ignored = self.ranks, criterion.ignore_index  # a negative number, for the margins
         if ranks.world > 1:
             if sizes is None:
                 sizes = [size for (size,) in ranks.integers(len(labels), device=labels.device)]
-            embeddings = gather_rows(embeddings.to(self.prototypes.dtype), ranks, sizes)
+            embeddings = gather_rows(embeddings.to(prototypes.dtype), ranks, sizes)
             labels = ranks.gather(labels, sizes)
         if len(labels) == 0:
             raise ShapeError("the batch is empty, so its mean loss is undefined; skip it")
-        if not labels.is_cuda or self.loss.debug:
+        if not labels.is_cuda or criterion.debug:
             counted = labels.masked_fill(labels == ignored, 0)
-            checked_labels(counted, self.num_classes, self.loss.debug)
-        if self.loss.debug:
+            checked_labels(counted, self.num_classes, criterion.debug)
+        if criterion.debug:
             checks.check_prototypes(self)
         choice = self._choose(len(labels))
         self._num_resting = max(0, self._num_resting - 1)
@@ -342,13 +345,13 @@ class MarginClassifier(nn.Module):
             )
         self._step = self._unverified = None  # their memory is free for this step
         self._labels = labels
-        form = closed_form(self.loss.margin)
-        has_reference = self.loss.active_reference is not None
-        is_step = choice.path in STEPS and not self.loss.debug
+        form = closed_form(criterion.margin)
+        has_reference = criterion.active_reference is not None
+        is_step = choice.path in STEPS and not criterion.debug
         by_matrix = choice.path in STEPS and choice.by_matrix
         by_matrix = by_matrix and fits(self, choice.path, len(labels))
         if is_step and form is not None and by_matrix and not has_reference:
-            with torch.autocast(embeddings.device.type, enabled=False):
+            with without_autocast(embeddings):
                 self.refresh()
                 loss, self._step = fused_step(self, given, labels, form)
             self._reason, self._was_chunked = choice.reason, choice.path == "chunked"
@@ -363,7 +366,7 @@ class MarginClassifier(nn.Module):
             can_fuse = can_fuse and not has_reference and has_kernels(self)
         if can_fuse:
             assert form is not None
-            with torch.autocast(embeddings.device.type, enabled=False):
+            with without_autocast(embeddings):
                 self.refresh()
                 loss, overflow = self._take_fused(given, labels, form, speculative, by_blocks)
             if loss is not None:
@@ -371,8 +374,8 @@ class MarginClassifier(nn.Module):
                 if self._unverified is None:
                     self._note_share()
                 return loss
-        with torch.autocast(embeddings.device.type, enabled=False):
-            wide = embeddings.to(self.prototypes.dtype)
+        with without_autocast(embeddings):
+            wide = embeddings.to(prototypes.dtype)
             unit, norms = unit_rows(wide, labels, ignored, self.kernels)
             checks.check_norms(norms, debug=self.loss.debug)
             if choice.path in ("sparse", "chunked") or self.gradient == "fused":
@@ -613,7 +616,7 @@ class MarginClassifier(nn.Module):
         if sizes is None:
             sizes = [size for (size,) in ranks.integers(len(rows), device=rows.device)]
         rows, labels = ranks.gather(rows, sizes), ranks.gather(labels, sizes)
-        with torch.autocast(rows.device.type, enabled=False):
+        with without_autocast(rows):
             rows = nn.functional.normalize(rows)
             local, columns = own_labels(self, labels)
             targets = rows.new_zeros(len(rows))
@@ -698,6 +701,12 @@ class MarginClassifier(nn.Module):
         for name in ("copy", "inverse_norms", "copy_error"):
             state.pop(name, None)
         return state
+
+
+def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
+    """Switch autocast off on a tensor's device, where it is on: a step has no time to lose."""
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _snapshot(loss: MarginLoss) -> Callable[[], object]:

@@ -44,15 +44,16 @@ def matrix_kernels() -> Any:
 
 def fits(head: MarginClassifier, path: str, num_rows: int) -> bool:
     """Whether a sparse or chunked step of this head uses one matrix."""
-    limit, b = getattr(head.path, "matrix_logits", 0), head.alpha_minus_one
-    reference = head.loss.active_reference
+    limit = getattr(head.path, "matrix_logits", 0)
+    if not 0 < num_rows * head.num_classes <= limit:
+        return False
+    b, reference = head.alpha_minus_one, head.loss.active_reference
     if reference is not None and not only_scales_margins(reference, head.loss.scale):
         return False  # kernels of the matrix take every class but the target with measure one
     is_possible = 0.0 < b <= 1.0 if path == "sparse" else b == 0.0 and path == "chunked"
     return (
         is_possible
         and head.ranks.world == 1
-        and 0 < num_rows * head.num_classes <= limit
         and head.embedding_dim % 8 == 0
         and head.kernels.__name__.endswith("triton.head")
         and (path == "sparse" or head.chunk_dtype == head.screen_dtype)

@@ -306,11 +306,12 @@ def fused_sparse_step(
     head: MarginClassifier, embeddings: Tensor, labels: Tensor, margin: ClosedForm
 ) -> FusedSparseStep:
     """A step for embeddings of any length on one GPU, all of it launched; to be verified."""
-    kernels = matrix_kernels()
-    state, loss = prototype_state(head), head.loss
+    kernels, operations = matrix_kernels(), head.kernels
     rows = prepared_rows(head, embeddings, labels, margin)
+    # The first thing that takes long: what can wait comes after it.
+    maxima = operations.group_maxima(rows.rounded, head.copy, rows.labels, head.num_classes)
+    state, loss = prototype_state(head), head.loss
     columns = rows.labels.clamp(0, head.num_classes - 1)
-    maxima = head.kernels.group_maxima(rows.rounded, head.copy, columns, head.num_classes)
     slack, cosines = rows.field(kernels.SLACK), rows.field(kernels.COSINE)
     prepared = PreparedRows(rows.unit, rows.rounded, slack, rows.unit, cosines)
     target = Target(rows.field(kernels.LOGIT), rows.field(kernels.REFERENCE))
@@ -323,7 +324,7 @@ def fused_sparse_step(
         own.copy_(measures.target(own, loss.scale, rows.labels, norms))
         targets = state.prototypes[columns] * head.inverse_norms[columns][:, None]
         batch = batch._replace(reference=row_reference(head, targets))
-    step.support = support = head.kernels.find_support(
+    step.support = support = operations.find_support(
         batch,
         maxima,
         target,
@@ -338,7 +339,7 @@ def fused_sparse_step(
     given = (solved.loss, solved.others_mass, support.pulled)
     weights = kernels.settle_lists(rows, state, *given, scale=loss.scale)
     if support.order is not None:
-        step.gradient = head.kernels.class_gradient(support.order, solved, *weights)
+        step.gradient = operations.class_gradient(support.order, solved, *weights)
         step.bound = rows.sums[3]
     return step
 

@@ -444,6 +444,7 @@ class RootSearch:
         )
         if maxima is None:
             maxima = _sums(batch, None, scale, 0.0, 1)[0]
+        maxima = maxima.contiguous()
         _begin[(len(embeddings),)](
             maxima, *self.target, self.settings, self.shift, self.level, self.limit,
             maxima.shape[1], low * LOG2_E, COARSE_STEPS, ROUNDING, low != 0.0, 1024, num_warps=4,

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from triton import next_power_of_2 as power_of_two
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from qmargin.kernels.dispatch import gpu_properties
 from qmargin.kernels.head_reference import (
     GROUP,
     Batch,
@@ -96,11 +97,11 @@ class Launch(NamedTuple):
         rows = next((size for size in (16, 32, 64) if num_rows <= size), 128)
         (classes, warps), stages, most = (256, 8) if rows == 128 else (128, 4), 4, 2
         if device.type == "cuda":  # persistent programs, one per multiprocessor; else a few
-            properties = torch.cuda.get_device_properties(device)
+            properties = gpu_properties(device)
             most = properties.multi_processor_count
             if rows == 128 and not has_room(properties):
                 classes, stages = 128, 2
-        row_tiles, class_tiles = triton.cdiv(num_rows, rows), triton.cdiv(num_classes, classes)
+        row_tiles, class_tiles = -(-num_rows // rows), -(-num_classes // classes)
         operands = (
             TensorDescriptor.from_tensor(embeddings, [rows, 64]),
             TensorDescriptor.from_tensor(copy, [classes, 64]),
@@ -198,9 +199,9 @@ def prepare_rows(
 
 @triton.jit
 def _screen(
-    embeddings, copy, MAXIMA, num_rows, num_groups, num_tiles, row_tiles,
+    embeddings, copy, MAXIMA, num_rows, num_spans, num_tiles, row_tiles,
     DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    GROUP: tl.constexpr, SPAN: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     # Row tiles vary fastest: programs that run together share a tile of prototypes in cache.
     for tile in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
@@ -214,8 +215,9 @@ def _screen(
         maxima = tl.max(tl.reshape(products, (BM, BN // GROUP, GROUP)), 2)
         rows = row_tile * BM + tl.arange(0, BM)
         groups = class_tile * (BN // GROUP) + tl.arange(0, BN // GROUP)
-        is_inside = (rows[:, None] < num_rows) & (groups[None, :] < num_groups)
-        offsets = rows[:, None].to(tl.int64) * num_groups + groups[None, :]
+        width = num_spans * SPAN
+        is_inside = (rows[:, None] < num_rows) & (groups[None, :] < width)
+        offsets = rows[:, None].to(tl.int64) * width + groups[None, :]
         tl.store(MAXIMA + offsets, maxima, mask=is_inside)
 
 
@@ -239,7 +241,7 @@ def cosines_of_row(
 
 @triton.jit
 def _repair(
-    EMBEDDINGS, COPY, LABELS, MAXIMA, num_classes, num_groups, depth,
+    EMBEDDINGS, COPY, LABELS, MAXIMA, num_classes, num_groups, width, depth,
     GROUP: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Maxima of a row's own group and of an incomplete last group, without target and padding.
@@ -249,13 +251,30 @@ def _repair(
     row = tl.program_id(0)
     label = tl.load(LABELS + row)
     is_own = tl.program_id(1) == 0
-    if (is_own == 0) | (label >= 0):  # below zero: another rank has the target
+    # Below zero: another rank has the target. Past the last: a row whose loss is NaN.
+    if (is_own == 0) | ((label >= 0) & (label < num_classes)):
         group = tl.where(is_own, label.to(tl.int32) // GROUP, num_groups - 1)
         classes = group * GROUP + tl.arange(0, GROUP)
         cosines = cosines_of_row(
             EMBEDDINGS, COPY, row, label, classes, num_classes, depth, GROUP, BK
         )
-        tl.store(MAXIMA + row.to(tl.int64) * num_groups + group, tl.max(cosines, 0))
+        tl.store(MAXIMA + row.to(tl.int64) * width + group, tl.max(cosines, 0))
+
+
+def _spans_of(num_rows: int, num_groups: int, device: torch.device) -> Tensor:
+    """Room for maxima ``[B, g]``, in rows of whole spans, which are read at once."""
+    width = -(-num_groups // SPAN) * SPAN
+    return torch.empty((num_rows, width), dtype=torch.float32, device=device)[:, :num_groups]
+
+
+def _in_spans(maxima: Tensor) -> Tensor:
+    """Maxima ``[B, g]`` in such room."""
+    (num_rows, num_groups), bytes_held = maxima.shape, maxima.untyped_storage().nbytes()
+    spans = (triton.cdiv(num_groups, SPAN) * SPAN, 1)
+    needed = maxima.storage_offset() + num_rows * spans[0]
+    if maxima.stride() == spans and bytes_held >= needed * maxima.element_size():
+        return maxima
+    return _spans_of(num_rows, num_groups, maxima.device).copy_(maxima)
 
 
 def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: int) -> Tensor:
@@ -266,25 +285,23 @@ def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: 
         depth += missing
     form = Launch.of(embeddings, copy, num_classes)
     num_groups = -(-num_classes // GROUP)
-    maxima = torch.empty((num_rows, num_groups), dtype=torch.float32, device=embeddings.device)
+    maxima = _spans_of(num_rows, num_groups, embeddings.device)
     repairs = (num_rows, 2 if num_classes % GROUP else 1)
 
     def launches() -> None:
         launch(
-            _screen, (form.programs,), *form.operands, maxima, num_rows, num_groups,
-            form.row_tiles * form.class_tiles, form.row_tiles, depth, *form.sizes, GROUP,
+            _screen, (form.programs,), *form.operands, maxima, num_rows, maxima.stride(0) // SPAN,
+            form.row_tiles * form.class_tiles, form.row_tiles, depth, *form.sizes, GROUP, SPAN,
             form.programs, **form.options,
         )  # fmt: skip
         # The target leaves before any maximum is used: its logit is large, its measure tiny.
         launch(
-            _repair, repairs, embeddings, copy, labels, maxima, num_classes, num_groups, depth,
-            GROUP, 256, num_warps=4,
+            _repair, repairs, embeddings, copy, labels, maxima, num_classes, num_groups,
+            maxima.stride(0), depth, GROUP, 256, num_warps=4,
         )  # fmt: skip
 
-    repeat(
-        launches, ("screen", num_classes, *form.options.values()), maxima, embeddings, copy, labels,
-        *form.operands,
-    )  # fmt: skip
+    key = ("screen", num_classes, *form.sizes, *form.options.values())
+    repeat(launches, key, embeddings, copy, labels, made=(maxima, *form.operands))
     return maxima
 
 
@@ -325,7 +342,7 @@ def _above(
     """
     highest = HIGHEST + row.to(tl.int64) * num_spans
     is_high = tl.load(highest + span, mask=span < end, other=float("-inf")) > lowered
-    maxima = MAXIMA + row.to(tl.int64) * num_groups
+    maxima = MAXIMA + row.to(tl.int64) * (num_spans * SPAN)
     bits = tl.zeros(span.shape, tl.int32)
     count = tl.zeros(span.shape, tl.int32)
     for member in tl.static_range(SPAN):
@@ -371,18 +388,26 @@ def _moved(level, mass, slope, b):
 
 
 @triton.jit
-def _powers32(height, power, log2_reference):
-    """As ``_powers``, in float32."""
-    safe = tl.where(height > 0, height, 1.0)
-    posterior = tl.where(height > 0, tl.exp2(log2_reference + power * tl.log2(safe)), 0.0)
-    return posterior, posterior / safe
+def _powers32(height, power, log2_reference, POWER: tl.constexpr):
+    """As ``_powers``, in float32; by products where ``POWER`` is ``power``, for measure one."""
+    if POWER == 0:
+        safe = tl.where(height > 0, height, 1.0)
+        posterior = tl.where(height > 0, tl.exp2(log2_reference + power * tl.log2(safe)), 0.0)
+        slope = posterior / safe
+    else:
+        x = tl.maximum(height, 0.0)
+        slope = tl.where(height > 0, 1.0, 0.0)
+        for _ in tl.static_range(POWER - 1):
+            slope *= x
+        posterior = slope * x
+    return posterior, slope
 
 
 @triton.jit
 def _bound(
     MAXIMA, TARGET_LOGIT, TARGET_LOG_REFERENCE, SLACK, COST, FLOOR, HIGHEST, num_groups, num_spans,
     scale, b, STEPS: tl.constexpr, ROUNDING: tl.constexpr, SPAN: tl.constexpr,
-    BOUND_SPANS: tl.constexpr, HAS_COST: tl.constexpr,
+    BOUND_SPANS: tl.constexpr, HAS_COST: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
     """Lower bound of tau from maxima; with costs those less the cosine that a measure costs (M4).
 
@@ -390,14 +415,15 @@ def _bound(
     its own as one of cosine c - k and measure one does. The largest maximum of each span is kept.
     """
     row = tl.program_id(0)
-    base = MAXIMA + row.to(tl.int64) * num_groups
+    base = MAXIMA + row.to(tl.int64) * (num_spans * SPAN)
     spans = HIGHEST + row.to(tl.int64) * num_spans
     coarse = tl.full((BOUND_SPANS, SPAN), float("-inf"), tl.float32)
     costs = tl.zeros((BOUND_SPANS, SPAN), tl.float32)
     for start in range(0, num_spans, BOUND_SPANS):
         span = start + tl.arange(0, BOUND_SPANS)
         group = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-        value = tl.load(base + group, mask=group < num_groups, other=float("-inf"))
+        value = tl.load(base + group, mask=span[:, None] < num_spans, other=float("-inf"))
+        value = tl.where(group < num_groups, value, float("-inf"))  # past the last: not written
         tl.store(spans + span, tl.max(value, 1), mask=span < num_spans)
         if HAS_COST:
             cost = tl.load(COST + group, mask=group < num_groups, other=0.0)
@@ -416,12 +442,13 @@ def _bound(
         log2_measures = -power * tl.log2(1.0 + costs * (b * scale))
         level_room = tl.max(tl.abs(costs)) * (b * scale)
     for _ in range(STEPS):
-        mass, slope = _powers32(level + gap, power, log2_reference)
+        mass, slope = _powers32(level + gap, power, log2_reference, 0)
         if HAS_COST:
             heights = level + ((coarse - best) + costs) * (b * scale)
-            masses, slopes = _powers32(heights, power, log2_measures)
+            masses, slopes = _powers32(heights, power, log2_measures, 0)
         else:
-            masses, slopes = _powers32(level + (coarse - best) * (b * scale), power, 0.0)
+            heights = level + (coarse - best) * (b * scale)
+            masses, slopes = _powers32(heights, power, 0.0, POWER)
         level = _moved(level, mass + tl.sum(masses), slope + tl.sum(slopes), b)
     if HAS_COST:
         level += ROUNDING * (1.0 + tl.abs(level) + level_room)
@@ -477,6 +504,7 @@ def list_pairs(
     Lists have ``room`` entries, the spare ones with a group past the last, or as many as there are,
     which waits for the device. The ``total`` shows whether the room cut a list short.
     """
+    maxima = _in_spans(maxima)
     (num_rows, num_groups), device = maxima.shape, maxima.device
     floor = torch.empty(num_rows, dtype=torch.float64, device=device)
     num_spans = triton.cdiv(num_groups, SPAN)
@@ -485,7 +513,7 @@ def list_pairs(
     _bound[(num_rows,)](
         maxima, target.logits, target.log_reference, slack, cost, floor, highest, num_groups,
         num_spans, scale, b, COARSE_STEPS if b <= 1.0 else 0, ROUNDING, SPAN, BOUND_SPANS,
-        lower is not None, num_warps=8,
+        lower is not None, whole_power(b), num_warps=8,
     )  # fmt: skip
     if reduce is not None:
         floor = reduce(floor)

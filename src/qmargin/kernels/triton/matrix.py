@@ -266,7 +266,7 @@ def _list_rows(
     COSINES, LABELS, STATE, LANES, LISTS, width, num_rows, num_classes, ignored, storage,
     scale_high, scale_low, b_high, b_low,
     CAPACITY: tl.constexpr, LANE_ENTRIES: tl.constexpr, COARSE: tl.constexpr,
-    ROUNDING: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    ROUNDING: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
     """List the classes of a row that can be active, above a certain floor.
 
@@ -300,8 +300,8 @@ def _list_rows(
     level = tl.minimum(1.0, tl.exp2(-short_b * log2_reference) - gap)
     power = 1.0 / short_b
     for _ in range(COARSE):
-        mass, slope = _powers32(level + gap, power, log2_reference)
-        masses, slopes = _powers32(level + (coarse - best) * short_rate, power, 0.0)
+        mass, slope = _powers32(level + gap, power, log2_reference, 0)
+        masses, slopes = _powers32(level + (coarse - best) * short_rate, power, 0.0, POWER)
         level = _moved(level, mass + tl.sum(masses, 0), slope + tl.sum(slopes, 0), short_b)
     level += ROUNDING * (1.0 + tl.abs(level))
     edge = best.to(tl.float64) - level.to(tl.float64) / rate
@@ -892,20 +892,20 @@ def prepare(
     if embeddings.stride(1) != 1:
         embeddings = embeddings.contiguous()
     accumulated, labels = 2.0 * depth * torch.finfo(torch.float32).eps, labels.contiguous()
-    tensors = (
-        embeddings, labels, rows.labels, state.prototypes, state.inverse_norms, copy_error,
-        rows.unit, rows.rounded, rows.state, rows.sums,
-    )  # fmt: skip
+    given = (embeddings, labels, state.prototypes, state.inverse_norms, copy_error)
+    made = (rows.labels, rows.unit, rows.rounded, rows.state, rows.sums)
+    read, written = (embeddings, labels, rows.labels, *given[2:]), made[1:]
 
     def launches() -> None:
         launch(
-            _prepare_rows, (num_rows,), *tensors, embeddings.stride(0), num_rows,
+            _prepare_rows, (num_rows,), *read, *written, embeddings.stride(0), num_rows,
             len(state.prototypes), rows.ignored, depth, accumulated, *split(scale),
             *split(prior), *split(cosine), *split(math.cos(angle)), *split(math.sin(angle)),
             angle != 0.0, is_straight, is_mean, 1024, power_of_two(depth), num_warps=4,
         )  # fmt: skip
 
-    repeat(launches, ("prepare", rows.ignored, scale, margin, is_mean), *tensors)
+    key = ("prepare", rows.ignored, scale, margin, is_mean, rows.rounded.dtype)
+    repeat(launches, key, *given, made=made)
 
 
 def _begin_gradient(rows: Rows, state: PrototypeState) -> tuple[Tensor, Tensor, int]:
@@ -948,7 +948,7 @@ def solve(
     given = (num_rows, num_classes, rows.ignored)
     _list_rows[(num_rows,)](
         cosines, rows.labels, rows.state, lanes, lists, width, *given, storage, *numbers,
-        capacity, entries, COARSE_STEPS, ROUNDING, block, 1 if width <= block else 4,
+        capacity, entries, COARSE_STEPS, ROUNDING, block, 1 if width <= block else 4, power,
         num_warps=8 if block > 1024 else 4,
     )  # fmt: skip
     wide, tile = power_of_two(depth), max(2, min(TILE, 8192 // power_of_two(depth)))
@@ -1068,15 +1068,15 @@ def scale_rows(rows: Rows, grad: Tensor, dtype: torch.dtype) -> Tensor:
     (num_rows, depth), factor = rows.gradient.shape, rows.factor
     out = torch.empty((num_rows, depth), dtype=dtype, device=grad.device)
     grad = grad.contiguous()  # a mean of rows has the same gradient for all: one number, expanded
-    tensors = (rows.gradient, grad, out, factor)
+    given = (rows.gradient, grad)
 
     def launches() -> None:
         launch(
-            _scale_rows, (num_rows,), *tensors, depth, factor.ndim > 0, power_of_two(depth),
-            num_warps=4,
+            _scale_rows, (num_rows,), *given, out, factor, depth, factor.ndim > 0,
+            power_of_two(depth), num_warps=4,
         )  # fmt: skip
 
-    repeat(launches, ("scale",), *tensors)
+    repeat(launches, ("scale", dtype, factor.ndim), *given, made=(out, factor))
     return out
 
 

@@ -92,23 +92,26 @@ _known: dict[tuple[object, ...], Repeated] = {}
 
 
 def repeat(
-    launches: Callable[[], None], key: tuple[object, ...], *places: Tensor | TensorDescriptor
+    launches: Callable[[], None],
+    key: tuple[object, ...],
+    *given: Tensor,
+    made: tuple[Tensor | TensorDescriptor, ...] = (),
 ) -> None:
     """Launch kernels, by a recording if such launches were recorded before.
 
     Args:
         launches: Launches the kernels by ``launch``.
         key: Their names and all arguments that do not follow from shapes, strides and types.
-        places: Their tensors and descriptors, a tensor first.
+        given: Their tensors, at least one.
+        made: The other tensors and descriptors, whose shapes, strides and types follow from the
+            key and the tensors given: new ones, aligned as PyTorch allocates.
     """
-    first = places[0]
-    assert isinstance(first, Tensor)
-    if not _can_record(first):
+    if not _can_record(given[0]):
         launches()
         return
-    device = first.device.index
-    kinds = (key, device, *map(_kind, places))
-    known = _known.get(kinds)
+    device = given[0].device.index
+    kinds = (key, device, *map(_kind, given))
+    known, places = _known.get(kinds), (*given, *made)
     if known is not None:
         known(device, *(one.data_ptr() if isinstance(one, Tensor) else one for one in places))
         return
@@ -125,7 +128,5 @@ def _can_record(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _kind(place: Tensor | TensorDescriptor) -> tuple[object, ...]:
-    if isinstance(place, Tensor):
-        return place.dtype, place.shape, place.stride(), place.data_ptr() % 16
-    return _kind(place.base), tuple(place.shape), tuple(place.strides), tuple(place.block_shape)
+def _kind(place: Tensor) -> tuple[object, ...]:
+    return place.dtype, place.shape, place.stride(), place.data_ptr() % 16
