@@ -92,10 +92,10 @@ measure() {
     begin "${LIMIT:-520}"
     warm_up
     rm -f "$out"/warm-*.json
-    measure_sizes sizes 20 2 90 "$first"
-    measure_loss 20 loss --json "$out/loss.json"
+    measure_sizes sizes 60 5 90 "$first"
+    measure_loss 30 loss --json "$out/loss.json"
     [ "$device" = cpu ] || references 12
-    [ "$rest" = "$first" ] || measure_sizes sizes 20 2 90 "$rest"
+    [ "$rest" = "$first" ] || measure_sizes sizes 60 5 90 "$rest"
     try 60 kernels python3 -m benchmarks kernels --device "$device" --commit "$commit" ${SIZES:+--sizes $SIZES} --json "$out/kernels.json"
     show_goals
 }

@@ -1,5 +1,6 @@
 """Every kernel against its plain twin: on a GPU for real, elsewhere in Triton's interpreter."""
 
+import math
 import warnings
 from types import SimpleNamespace
 
@@ -148,6 +149,41 @@ def test_pairs_scores_and_solution(shape, alpha, scale, margin):
     assert float(solved.mass_error.max()) < 1e-9
     torch.testing.assert_close(solved.posterior, wanted.posterior, atol=1e-7, rtol=1e-5)
     _check_gradients(batch, solved, wanted)
+
+
+def test_where_maxima_lie_decides_nothing():
+    """Rows of whole spans are read in place, whatever lies past the last maximum; others copied."""
+    batch, numbers = Batch(300, 64, 5), {"scale": 40.0, "b": 0.25}
+    maxima, target, slack = batch.maxima(), batch.terms(40.0, 0.1), batch.slack
+    num_groups = maxima.shape[1]
+    assert num_groups % fused.SPAN
+    wide = maxima.new_full((6, -(-num_groups // fused.SPAN) * fused.SPAN), math.inf)
+    wide[1:, :num_groups] = maxima
+    in_place = wide[1:, :num_groups]
+    whole = wide[1:].flatten()[: num_groups - wide.shape[1]].clone()  # ends with the last maximum
+    short = whole.as_strided(in_place.shape, in_place.stride())
+    places = (maxima, in_place, short, maxima.t().contiguous().t())
+    assert [fused._in_spans(place) is place for place in places] == [False, True, False, False]
+    found = [fused.list_pairs(place, target, slack, **numbers) for place in places]
+    assert len(found[0].groups) > 0
+    for pairs in found[1:]:
+        for part, wanted in zip(pairs, found[0], strict=True):
+            assert torch.equal(part, wanted)
+
+
+@pytest.mark.parametrize("alpha", [1.05, 1.25, 1.5, 2.0])
+@pytest.mark.parametrize("extreme", [-1e4, -300.0, -30.0, 12.0])
+def test_a_bound_of_extreme_measures(alpha, extreme):
+    """The floor is a number, and not above that of the definition."""
+    batch, numbers = Batch(300, 64, 3), {"scale": 40.0, "b": alpha - 1.0}
+    target, maxima = batch.terms(40.0, 0.1), batch.maxima()
+    lower = torch.zeros(maxima.shape[1], dtype=torch.float64, device=DEVICE)
+    lower[::2] = extreme
+    floor = definition_floor(maxima, target, batch.slack, **numbers, lower=lower)
+    found = fused.list_pairs(maxima, target, batch.slack, **numbers, lower=lower)
+    assert bool((found.floor <= floor + 1e-12).all())  # false for NaN
+    if extreme > 0.0:  # else float32 rounds by a share of the largest cost
+        assert bool((found.floor > floor - 0.1).all())
 
 
 @pytest.mark.parametrize("spread", [0.3, 3.0])

@@ -388,19 +388,19 @@ def _moved(level, mass, slope, b):
 
 
 @triton.jit
-def _powers32(height, power, log2_reference, POWER: tl.constexpr):
-    """As ``_powers``, in float32; by products where ``POWER`` is ``power``, for measure one."""
+def _powers32(height, power, root, POWER: tl.constexpr):
+    """As ``_powers``, in float32, of classes of measure ``root^power``; ``POWER`` is that or 0."""
+    x = tl.maximum(height, 0.0) * root
     if POWER == 0:
-        safe = tl.where(height > 0, height, 1.0)
-        posterior = tl.where(height > 0, tl.exp2(log2_reference + power * tl.log2(safe)), 0.0)
+        safe = tl.where(x > 0, x, 1.0)
+        posterior = tl.where(x > 0, tl.exp2(power * tl.log2(safe)), 0.0)
         slope = posterior / safe
     else:
-        x = tl.maximum(height, 0.0)
-        slope = tl.where(height > 0, 1.0, 0.0)
+        slope = tl.where(x > 0, 1.0, 0.0)
         for _ in tl.static_range(POWER - 1):
             slope *= x
         posterior = slope * x
-    return posterior, slope
+    return posterior, slope * root
 
 
 @triton.jit
@@ -437,18 +437,19 @@ def _bound(
     log2_reference = tl.load(TARGET_LOG_REFERENCE + row).to(tl.float32) * 1.4426950408889634
     gap = (tl.load(TARGET_LOGIT + row) - anchor).to(tl.float32) * b
     level = tl.minimum(1.0, tl.exp2(-b * log2_reference) - gap)
+    root = tl.exp2(b * log2_reference)
     power = 1.0 / b
     if HAS_COST:
-        log2_measures = -power * tl.log2(1.0 + costs * (b * scale))
+        roots = 1.0 / (1.0 + costs * (b * scale))
         level_room = tl.max(tl.abs(costs)) * (b * scale)
     for _ in range(STEPS):
-        mass, slope = _powers32(level + gap, power, log2_reference, 0)
+        mass, slope = _powers32(level + gap, power, root, 0)
         if HAS_COST:
             heights = level + ((coarse - best) + costs) * (b * scale)
-            masses, slopes = _powers32(heights, power, log2_measures, 0)
+            masses, slopes = _powers32(heights, power, roots, POWER)
         else:
             heights = level + (coarse - best) * (b * scale)
-            masses, slopes = _powers32(heights, power, 0.0, POWER)
+            masses, slopes = _powers32(heights, power, 1.0, POWER)
         level = _moved(level, mass + tl.sum(masses), slope + tl.sum(slopes), b)
     if HAS_COST:
         level += ROUNDING * (1.0 + tl.abs(level) + level_room)

@@ -298,10 +298,11 @@ def _list_rows(
     target = tl.load(state + LOGIT * num_rows)
     gap = ((target - best.to(tl.float64) * scale) * b).to(tl.float32)
     level = tl.minimum(1.0, tl.exp2(-short_b * log2_reference) - gap)
+    root = tl.exp2(short_b * log2_reference)
     power = 1.0 / short_b
     for _ in range(COARSE):
-        mass, slope = _powers32(level + gap, power, log2_reference, 0)
-        masses, slopes = _powers32(level + (coarse - best) * short_rate, power, 0.0, POWER)
+        mass, slope = _powers32(level + gap, power, root, 0)
+        masses, slopes = _powers32(level + (coarse - best) * short_rate, power, 1.0, POWER)
         level = _moved(level, mass + tl.sum(masses, 0), slope + tl.sum(slopes, 0), short_b)
     level += ROUNDING * (1.0 + tl.abs(level))
     edge = best.to(tl.float64) - level.to(tl.float64) / rate
