@@ -238,6 +238,11 @@ def test_a_copy_chooses_the_same_path():
         each(batch.embeddings, batch.labels)
     assert "of the classes can be active" in other.last_step.reason
     assert other.last_step == head.last_step
+    head._num_watched, head._num_resting, head._was_chunked = 63, 4000, True
+    other.load_state_dict(head.state_dict())
+    assert (other._num_watched, other._num_resting, other._was_chunked) == (63, 4000, True)
+    other.set_extra_state(torch.tensor([0, 0, 1]))  # of earlier versions
+    assert (other._num_watched, other._num_resting, other._was_chunked) == (0, 0, True)
 
 
 def test_paths_have_names_settings_and_state():

@@ -34,6 +34,7 @@ from qmargin.heads.sparse import FusedSparseStep, SparseStep
 from qmargin.kernels import dispatch
 from qmargin.kernels.triton import matrix, replay
 from qmargin.kernels.triton.replay import Recording
+from qmargin.transfers import Reading
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's masked lanes
@@ -353,9 +354,13 @@ def test_auto_takes_lists_for_a_while_after_a_row_had_too_many_candidates(monkey
         if turn == 0:
             assert head.last_step.reason.endswith("; by one matrix")
             monkeypatch.setattr("qmargin.heads.classifier.REST", 2)
-            head._learn(torch.tensor([steps.CAPACITY, 5, 0]).double(), True)
-            assert head._num_resting == 0
-            head._learn(torch.tensor([steps.CAPACITY + 1, 5, 0]).double(), True)
+            for most, num_resting in ((steps.CAPACITY, 0), (steps.CAPACITY + 1, 2)):
+                head._reading = Reading(torch.tensor([most, 5, 0]).double()), True
+                state = head.state_dict()["_extra_state"]  # waits for what is on its way
+                assert head._num_resting == num_resting
+            other = make_head(make_loss(1.5), batch, path=head.path)
+            other.set_extra_state(state)
+            assert (other._num_resting, other._shares) == (2, head._shares)
     assert taken == [MatrixStep, FusedSparseStep, FusedSparseStep, MatrixStep]
 
 

@@ -73,7 +73,7 @@ CHANGING = frozenset(
 )
 PADDING = 256  # tile of the screen: the copy of the prototypes has a multiple of this many rows
 NUM_MEASURED = 4  # steps whose support decides the next path
-WATCH_EVERY = 64  # steps on one GPU, of which one is watched
+WATCH_EVERY = 64  # steps on one GPU, of which one is watched; saved states count up to it
 REST = 4096  # steps by lists after a row had more candidates than a matrix step can list
 
 
@@ -157,6 +157,8 @@ class MarginClassifier(nn.Module):
         self._kernels_key: tuple[Any, ...] | None = None
         self._stamp: Any = None  # see refresh
         self.may_have_moved = False
+        # Log measures of the classes, their version, and the smallest of each group.
+        self.known_minima: tuple[Tensor, int | None, Tensor] | None = None
         self.has_optimizer = False  # of heads/optimizers.py
         self.captured_steps = CapturedSteps()
         # Non-blocking copy of the candidates of a step, and whether it was by one matrix.
@@ -437,20 +439,24 @@ class MarginClassifier(nn.Module):
         if isinstance(step, SparseStep) or not self.prototypes.is_cuda or self.ranks.world > 1:
             self._shares.append(step.class_share())  # the host knows how long lists are
             return
+        self._num_watched = (self._num_watched + 1) % WATCH_EVERY
+        is_due = self._num_watched == 1 or not self._shares
+        if not is_due and self._reading is None:
+            return
         if not self._is_sparse_loss or torch.cuda.is_current_stream_capturing():
             return  # the path is known; nothing may be read inside a user's own graph
-        self._num_watched += 1
         if self._reading is not None:
-            reading, is_matrix = self._reading
-            if not reading.is_ready():
+            if not self._reading[0].is_ready():
                 return
-            self._reading = None
-            self._learn(reading.wait(), is_matrix)
-        if self._num_watched % WATCH_EVERY == 1 or not self._shares:
+            self._learn()
+        if is_due:
             self._reading = Reading(step.candidates()), isinstance(step, MatrixStep)
 
-    def _learn(self, candidates: Tensor, is_matrix: bool) -> None:
-        """Record the number of candidates of each row, ``[B]`` on the host, of a recent step."""
+    def _learn(self) -> None:
+        """Record the number of candidates of each row of the step that was watched."""
+        assert self._reading is not None
+        (reading, is_matrix), self._reading = self._reading, None
+        candidates = reading.wait()
         self._shares.append(float(candidates.double().mean()) / self.num_classes)
         if is_matrix:
             if float(candidates.max()) > CAPACITY:
@@ -668,16 +674,21 @@ class MarginClassifier(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """State on which the next samples and the next choice of path depend, as integers."""
+        if self._reading is not None:
+            self._learn()
         shares = torch.tensor(list(self._shares), dtype=torch.float64).view(torch.int64)
-        numbers = [self._sample_seed, self._num_samples, int(self._was_chunked)]
+        # Three numbers in one, of which earlier versions saved the last alone.
+        path = WATCH_EVERY * self._num_resting + self._num_watched
+        numbers = [self._sample_seed, self._num_samples, 2 * path + self._was_chunked]
         return torch.cat([torch.tensor(numbers, dtype=torch.int64), shares])
 
     def set_extra_state(self, state: Tensor) -> None:
         """Restore the state of ``get_extra_state``."""
-        seed, self._num_samples, was_chunked = (int(number) for number in state[:3])
+        seed, self._num_samples, path = (int(number) for number in state[:3])
         if isinstance(self.path, Sampled):
             self.path = replace(self.path, seed=seed)
-        self._was_chunked = bool(was_chunked)
+        self._num_resting, self._num_watched = divmod(path >> 1, WATCH_EVERY)
+        self._was_chunked, self._reading = bool(path & 1), None
         shares = state[3:].cpu().clone().view(torch.float64)
         self._shares = deque(shares.tolist(), maxlen=NUM_MEASURED)
 
@@ -692,10 +703,10 @@ class MarginClassifier(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """State of a copy or a pickle, without pending steps and without the screened copy."""
-        names = (
-            "fused_gradient _labels _step _unverified _home _kernels _kernels_key _stamp _reading"
-        )
-        fresh = {**dict.fromkeys(names.split()), "has_optimizer": False}
+        pending = "fused_gradient _labels _step _unverified _reading"
+        derived = "_home _kernels _kernels_key _stamp known_minima"
+        names = f"{pending} {derived}".split()
+        fresh = {**dict.fromkeys(names), "has_optimizer": False}
         fresh["captured_steps"] = CapturedSteps()
         state = {**self.__dict__, **fresh, "_shares": deque(self._shares, NUM_MEASURED)}
         for name in ("copy", "inverse_norms", "copy_error"):

@@ -322,7 +322,9 @@ def fused_sparse_step(
     if isinstance(measures, ReferencedMargin):  # it changes the kernel's result for the margin
         norms, own = rows.field(kernels.NORM), target.log_reference
         own.copy_(measures.target(own, loss.scale, rows.labels, norms))
-        targets = state.prototypes[columns] * head.inverse_norms[columns][:, None]
+        targets = rows.unit  # nobody reads them
+        if measures.reference.pair_bounds(loss.scale) is not None:
+            targets = state.prototypes[columns] * head.inverse_norms[columns][:, None]
         batch = batch._replace(reference=row_reference(head, targets))
     step.support = support = operations.find_support(
         batch,

@@ -59,6 +59,12 @@ class PreparedRows(NamedTuple):
     target_cosines: Tensor  # [B] with them
 
 
+def minima_of(classes: Tensor) -> Tensor:
+    """The smallest of each group, ``[ceil(k / GROUP)]``."""
+    missing = -len(classes) % GROUP
+    return pad(classes, (0, missing), value=math.inf).view(-1, GROUP).amin(1)
+
+
 class RowReference(NamedTuple):
     """Log reference measure of the classes but the target (M14)."""
 
@@ -68,6 +74,7 @@ class RowReference(NamedTuple):
     bounds: tuple[float, float]  # of the sum of both, over the classes of all ranks
     pair_low: float  # of what ``pair`` gives
     stamp: int | None  # version of ``classes``, if it has one
+    groups: Tensor | None = None  # ``minima_of`` the classes, if that is known
 
     def group_minima(self) -> Tensor | None:
         """Lower bound of each group, ``[ceil(k / GROUP)]`` float64, for the screen (M16).
@@ -78,10 +85,8 @@ class RowReference(NamedTuple):
             return None
         if self.classes is None:
             return torch.full((1,), self.pair_low, dtype=torch.float64, device=self.targets.device)
-        num_groups = -(-len(self.classes) // GROUP)
-        missing = num_groups * GROUP - len(self.classes)
-        groups = pad(self.classes, (0, missing), value=math.inf).view(num_groups, GROUP)
-        return groups.amin(1) + self.pair_low
+        groups = minima_of(self.classes) if self.groups is None else self.groups
+        return groups + self.pair_low
 
     def part(self, classes: slice, unit: Tensor, dtype: torch.dtype) -> Tensor:
         """Log measures of consecutive classes with these unit prototypes, ``[1, n]`` or ``[B, n]``.

@@ -765,14 +765,14 @@ def _ratios(height, power, POWER: tl.constexpr):
 def _measured(
     MEASURES, entry, end, height, power, POWER: tl.constexpr, HAS_MEASURES: tl.constexpr
 ):  # fmt: skip
-    """As ``_ratios``, of entries that may have log measures."""
+    """As ``_ratios``, of entries that may have measures; with no ``POWER`` these are logarithms."""
     if HAS_MEASURES and POWER == 0:
         measure = tl.load(MEASURES + entry, mask=entry < end, other=0.0)
         posterior, slope = _powers(height, power, measure)
     else:
         posterior, slope = _ratios(height, power, POWER)
-        if HAS_MEASURES:  # one function of the measure instead of two of the height
-            measure = tl.exp(tl.load(MEASURES + entry, mask=entry < end, other=0.0))
+        if HAS_MEASURES:
+            measure = tl.load(MEASURES + entry, mask=entry < end, other=0.0)
             posterior *= measure
             slope *= measure
     return posterior, slope
@@ -804,12 +804,12 @@ def _cost(log_measure, b):
 
 @triton.jit
 def _solve(
-    SCORES, MEASURES, STARTS, TARGET_LOGIT, TARGET_LOG_REFERENCE, SETTINGS,
+    SCORES, LOG_MEASURES, MEASURES, STARTS, TARGET_LOGIT, TARGET_LOG_REFERENCE, SETTINGS,
     LOSS, TAU, MASS, IN_REFERENCE, ERROR, POSTERIOR,
     POWER: tl.constexpr, STEPS: tl.constexpr, HALVINGS: tl.constexpr, HAS_MEASURES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Root, posterior and loss; with log measures the best class is that of M4, see ``_bound``."""
+    """Root, posterior and loss; with measures the best class is that of M4, see ``_bound``."""
     row = tl.program_id(0)
     begin = tl.load(STARTS + row)
     end = tl.load(STARTS + row + 1)
@@ -822,7 +822,7 @@ def _solve(
         entry = start + tl.arange(0, BLOCK)
         score = tl.load(SCORES + entry, mask=entry < end, other=float("-inf"))
         if HAS_MEASURES:
-            measure = tl.load(MEASURES + entry, mask=entry < end, other=0.0)
+            measure = tl.load(LOG_MEASURES + entry, mask=entry < end, other=0.0)
             running = tl.maximum(running, score.to(tl.float64) - _cost(measure, b) / rate)
         else:
             running = tl.maximum(running, score)
@@ -850,7 +850,7 @@ def _solve(
             for start in range(begin, end, BLOCK):
                 entry = start + tl.arange(0, BLOCK)
                 score = tl.load(SCORES + entry, mask=entry < end, other=float("-inf"))
-                measure = tl.load(MEASURES + entry, mask=entry < end, other=0.0)
+                measure = tl.load(LOG_MEASURES + entry, mask=entry < end, other=0.0)
                 each = tl.exp(-b * measure) * share - (score.to(tl.float64) - best) * rate
                 low = tl.minimum(low, tl.min(each, 0))
         high = level
@@ -897,12 +897,14 @@ def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: floa
     loss, tau, others, in_reference, error = wide.unbind()
     posterior = torch.empty_like(candidates.scores)
     is_newton = b <= 1.0
-    measures = candidates.log_reference
+    logs, power = candidates.log_reference, whole_power(b)
+    has_measures, logs = logs is not None, candidates.scores if logs is None else logs
+    measures = logs.exp() if has_measures and power else logs
     _solve[(num_rows,)](
-        candidates.scores, candidates.scores if measures is None else measures, candidates.starts,
-        target.logits, target.log_reference, settings_tensor(b, scale, device), loss, tau, others,
-        in_reference, error, posterior, whole_power(b), MAX_STEPS if is_newton else 0,
-        0 if is_newton else NUM_HALVINGS, measures is not None, BLOCK, num_warps=4,
+        candidates.scores, logs, measures, candidates.starts, target.logits, target.log_reference,
+        settings_tensor(b, scale, device), loss, tau, others, in_reference, error, posterior,
+        power, MAX_STEPS if is_newton else 0, 0 if is_newton else NUM_HALVINGS, has_measures,
+        BLOCK, num_warps=4,
     )  # fmt: skip
     return SolvedRows(
         loss, tau, others, in_reference, error,
