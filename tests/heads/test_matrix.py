@@ -23,6 +23,7 @@ from helpers.heads import (
     step,
     truth_of,
 )
+from qmargin.devices import Reading
 from qmargin.errors import ConfigError, ShapeError
 from qmargin.heads import matrix as steps
 from qmargin.heads import paths
@@ -34,7 +35,6 @@ from qmargin.heads.sparse import FusedSparseStep, SparseStep
 from qmargin.kernels import dispatch
 from qmargin.kernels.triton import matrix, replay
 from qmargin.kernels.triton.replay import Recording
-from qmargin.transfers import Reading
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's masked lanes

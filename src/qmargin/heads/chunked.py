@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qmargin.devices import Reading, gpu_properties
 from qmargin.heads.gradients import PrototypeGradient, deliver, element_bound
 from qmargin.heads.matrix import (
     loss_of_rows,
@@ -41,7 +42,6 @@ from qmargin.heads.step import (
     step_stats,
     sum_target_cosines,
 )
-from qmargin.kernels.dispatch import gpu_properties
 from qmargin.kernels.head_reference import (
     GROUP,
     ClassGradient,
@@ -69,7 +69,6 @@ from qmargin.kernels.solver import (
 from qmargin.losses.hardness import hardness
 from qmargin.losses.margins import ClosedForm
 from qmargin.losses.references import MOST_STEEP, version_of
-from qmargin.transfers import Reading
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier

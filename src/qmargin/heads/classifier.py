@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from qmargin.devices import Reading, on_device, without_autocast
 from qmargin.errors import ConfigError, ShapeError
 from qmargin.heads import checks
 from qmargin.heads.chunked import ChunkedStep, chunked_step, fused_chunked_step, has_kernels
@@ -52,7 +52,6 @@ from qmargin.losses.checks import check_label_tensor, checked_labels
 from qmargin.losses.divergences import Alpha
 from qmargin.losses.margin_loss import MarginLoss
 from qmargin.losses.margins import ClosedForm, check_margin, closed_form
-from qmargin.transfers import Reading
 
 # Paths whose steps solve rows without a [B, k] matrix, and paths that give a loss for each row.
 STEPS: dict[str, Callable[..., SparseStep | ChunkedStep]] = {
@@ -249,11 +248,14 @@ class MarginClassifier(nn.Module):
         """Update the screened copy if the prototypes have changed or moved since."""
         prototypes = self.prototypes
         home = (
-            *(prototypes.data_ptr(), prototypes.stride()),
-            *(prototypes.device, prototypes.dtype, self.screen_dtype),
+            prototypes.data_ptr(),
+            prototypes.stride(),
+            prototypes.device,
+            prototypes.dtype,
+            self.screen_dtype_for(prototypes),
         )
         if force or home != self._home or not self._is_current():
-            with torch.cuda.device_of(prototypes):
+            with on_device(prototypes):
                 self._refresh(home)
 
     @torch.inference_mode(False)  # training reuses a copy made in evaluation
@@ -309,7 +311,7 @@ class MarginClassifier(nn.Module):
         launch the backward pass, and must call ``verify`` before it uses the loss or steps an
         optimizer.
         """
-        with torch.cuda.device_of(self.prototypes):  # Triton launches on the current device
+        with on_device(self.prototypes):
             return self._forward(embeddings, labels, sizes, speculative)
 
     def _forward(
@@ -712,12 +714,6 @@ class MarginClassifier(nn.Module):
         for name in ("copy", "inverse_norms", "copy_error"):
             state.pop(name, None)
         return state
-
-
-def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
-    """Switch autocast off on a tensor's device, where it is on: a step has no time to lose."""
-    kind = like.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _snapshot(loss: MarginLoss) -> Callable[[], object]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qmargin.devices import on_device
 from qmargin.errors import ConfigError, DataError
 from qmargin.heads.gradients import ListedGradient, PrototypeGradient
 from qmargin.heads.matrix import MatrixGradient, MatrixUpdate
@@ -109,7 +110,7 @@ class _FusedSGD(torch.optim.Optimizer):
         gradient, scale = self._attach(), self._scale.grad
         if gradient is None or scale is None:
             return torch.zeros_like(self._scale.detach())
-        with torch.no_grad(), torch.cuda.device_of(scale):
+        with torch.no_grad(), on_device(scale):
             norm = gradient.norm()
             if self.head.ranks.world > 1:
                 norm = self.head.ranks.sum_(norm.square()).sqrt()
@@ -164,7 +165,7 @@ class _FusedSGD(torch.optim.Optimizer):
     def _consume(self, gradient: PrototypeGradient, scale: Tensor) -> None:
         head = self.head
         head.refresh()  # does nothing unless the prototypes changed since forward
-        with torch.cuda.device_of(scale):  # Triton launches on the current device
+        with on_device(scale):
             self._update(gradient, scale)
         torch.autograd.graph.increment_version(head.prototypes)  # kernels write without changing it
         head.note_current()
@@ -173,11 +174,12 @@ class _FusedSGD(torch.optim.Optimizer):
     def _update(self, gradient: PrototypeGradient, scale: Tensor) -> None:
         """Run the sweep, and note the copy's largest error and whether the step was skipped."""
         head, group = self.head, self.__dict__["param_groups"][0]
-        prototypes = head.prototypes.detach()
+        parameter = head.prototypes
+        prototypes = parameter.detach()
         lr, kept, decay = (float(group[name]) for name in ("lr", "momentum", "weight_decay"))
         momentum = None
         if kept != 0.0:
-            own = self.state[head.prototypes]
+            own = self.state[parameter]
             if own.get("momentum_buffer") is None:  # zeros: as torch, whose first buffer is g
                 form = torch.contiguous_format
                 own["momentum_buffer"] = torch.zeros_like(prototypes, memory_format=form)

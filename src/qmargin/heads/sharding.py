@@ -69,7 +69,8 @@ class Prototypes(nn.Parameter):
 
     def stamp(self) -> tuple[int, int] | None:
         """What changes with every write; None while an alias can write at any time."""
-        self.aliases = self._living()
+        if self.aliases:
+            self.aliases = self._living()
         return None if self.aliases else (self._version, self.num_handed_out)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

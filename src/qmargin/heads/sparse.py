@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from qmargin.devices import Reading
 from qmargin.heads.gradients import ListedGradient, deliver, element_bound
 from qmargin.heads.matrix import (
     loss_of_rows,
@@ -47,7 +48,6 @@ from qmargin.kernels.head_reference import (
 )
 from qmargin.losses.margins import ClosedForm
 from qmargin.losses.references import ReferencedMargin
-from qmargin.transfers import Reading
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier

@@ -7,17 +7,10 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 
 import torch
 
 may_interpret = False  # tests run the kernels in Triton's interpreter: correct, but very slow
-
-
-@cache
-def gpu_properties(device: torch.device) -> Any:
-    """What PyTorch knows of a GPU; looking it up takes as long as a launch."""
-    return torch.cuda.get_device_properties(device)
 
 
 @cache

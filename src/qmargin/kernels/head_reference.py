@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
+from qmargin.devices import Reading
 from qmargin.errors import ConfigError
 from qmargin.kernels import lists
 from qmargin.kernels.solver import (
@@ -30,7 +31,6 @@ from qmargin.kernels.solver import (
     solve_rows,
     tau_from_below,
 )
-from qmargin.transfers import Reading
 
 GROUP = 32  # consecutive classes that are listed together
 BLOCK_CLASSES = 1 << 14  # classes scored at a time: [B, 16384] stays in cache for usual batches

@@ -17,12 +17,12 @@ from torch import Tensor
 from qmargin.data.faces import normalised
 from qmargin.data.loader import Batch
 from qmargin.data.order import GlobalOrder, derived_seed
+from qmargin.devices import Reading
 from qmargin.errors import ConfigError
 from qmargin.training.distributed import all_agree, seed_everything, vote
 from qmargin.training.optim import clip_gradients_, stored_norm
 from qmargin.training.schedules import learning_rate, loss_settings
 from qmargin.training.session import Session
-from qmargin.transfers import Reading
 
 BAD_INPUT = "an embedding is not finite, or has no direction"
 BAD_GRADIENT = "the gradient is not finite"

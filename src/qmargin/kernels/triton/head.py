@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from triton import next_power_of_2 as power_of_two
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qmargin.kernels.dispatch import gpu_properties
+from qmargin.devices import Reading, gpu_properties
 from qmargin.kernels.head_reference import (
     GROUP,
     Batch,
@@ -40,7 +40,6 @@ from qmargin.kernels.head_reference import (
 )
 from qmargin.kernels.triton.replay import launch, repeat
 from qmargin.kernels.triton.rows import gain, log1p, settings_tensor, whole_power
-from qmargin.transfers import Reading
 
 ROOM = 1 << 14  # lists have a multiple of this many entries: allocations repeat
 NO_LIMIT = (1 << 31) - 1  # entries of a list are counted in 32 bits
