@@ -173,7 +173,9 @@ def page_tables(record: Record) -> list[Table]:
             "Step time",
             lambda row: short(row["ms"]),
             "Milliseconds of one step in a burst of at least four and ten milliseconds, the next "
-            "launched while the device still works on the one before, as in training. Medians.",
+            "launched while the device still works on the one before, as in training. Medians. "
+            "Steps below a millisecond take as long as the host needs to launch them, so they "
+            "depend on its processor.",
         ),
         _contender_table(
             record,
