@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import new_file
+from benchmarks.sizes_page import short_command
 from qmargin.cli.options import named_path
 from qmargin.cli.tables import markdown_table
 from qmargin.files import write_atomically
@@ -408,7 +409,7 @@ def _machines(sections: Sequence[Section]) -> list[str]:
         versions = [f"{name} {machine[name]}" for name in known]
         parts = [section.part for section in sections if section.record is record]
         lines += [
-            f"- {', '.join(parts)}: `{record['command']}`, commit `{machine['commit']}`, "
+            f"- {', '.join(parts)}: `{short_command(record['command'])}`, commit `{machine['commit']}`, "
             f"{record['date']}, {machine['device']}, {', '.join(versions)}"
         ]
     return lines
