@@ -409,8 +409,8 @@ def _machines(sections: Sequence[Section]) -> list[str]:
         versions = [f"{name} {machine[name]}" for name in known]
         parts = [section.part for section in sections if section.record is record]
         lines += [
-            f"- {', '.join(parts)}: `{short_command(record['command'])}`, commit `{machine['commit']}`, "
-            f"{record['date']}, {machine['device']}, {', '.join(versions)}"
+            f"- {', '.join(parts)}: `{short_command(record['command'])}`, commit "
+            f"`{machine['commit']}`, {record['date']}, {machine['device']}, {', '.join(versions)}"
         ]
     return lines
 
