@@ -3,8 +3,9 @@
 import copy
 import io
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,6 +22,7 @@ from helpers.heads import (
     step,
     truth_of,
 )
+from qmargin import devices
 from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.heads import checks, paths
 from qmargin.heads.classifier import MarginClassifier
@@ -380,7 +382,7 @@ def test_kernels_start_on_the_device_of_the_prototypes(monkeypatch):
     head = make_head(make_loss(1.25), batch, path="sparse", gradient="fused")
 
     @contextmanager
-    def device_of(tensor):
+    def on_device(tensor):
         inside.append(tensor)
         yield
         inside.pop()
@@ -394,7 +396,8 @@ def test_kernels_start_on_the_device_of_the_prototypes(monkeypatch):
 
         monkeypatch.setattr(module, name, launch)
 
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for part in ("classifier", "optimizers"):
+        monkeypatch.setattr(f"qmargin.heads.{part}.on_device", on_device)
     for name in ("refresh_copy", "group_maxima", "solve_lists", "sgd_update", "prototype_gradient"):
         only_inside(name)
     optimizer = ExactSGD(head, lr=0.1)
@@ -403,3 +406,16 @@ def test_kernels_start_on_the_device_of_the_prototypes(monkeypatch):
     assert not inside and optimizer.grad_norm() > 0
     optimizer.step()
     assert not inside
+
+
+def test_the_device_of_a_tensor_becomes_the_current_one(monkeypatch):
+    """Only where it is another: asking PyTorch to switch takes longer than looking."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: tensor.get_device())
+
+    def tensor(index):
+        return SimpleNamespace(is_cuda=index >= 0, get_device=lambda: index)
+
+    assert devices.on_device(tensor(1)) == 1
+    for index in (0, -1):  # the last is a CPU
+        assert isinstance(devices.on_device(tensor(index)), nullcontext)
