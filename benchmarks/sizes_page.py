@@ -518,13 +518,13 @@ def readme_block(record: Record) -> str:
         "plain ArcFace, compiled, ms",
         "our ArcFace, ms",
         "our Q-Margin, ms",
-        "Q-Margin : plain",
+        "Q-Margin / plain",
     ]
     device = record["machine"]["device"]
     return f"""\
-Forward, backward and momentum SGD over all classes on one {device}, in turns, medians, by
-`python -m benchmarks sizes` ([all of it](docs/benchmarks/sizes.md)). Plain is twenty lines of
-PyTorch under `torch.compile`; ours is `path="auto"` with `ExactSGD`:
+Median time of forward, backward and momentum SGD over all classes on one {device}, measured in
+turns by `python -m benchmarks sizes` ([details](docs/benchmarks/sizes.md)). Plain is twenty lines
+of PyTorch under `torch.compile`; ours is `path="auto"` with `ExactSGD`:
 
 {markdown_table(columns, rows)}"""
 

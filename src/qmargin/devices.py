@@ -1,4 +1,4 @@
-"""Copies that no host waits for, and what a step asks of a device in as little time as possible."""
+"""Non-blocking device-to-host copies, and cheap device queries."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 @cache
 def gpu_properties(device: torch.device) -> Any:
-    """What PyTorch knows of a GPU; looking it up takes as long as a launch."""
+    """Cached properties of a GPU: a lookup takes as long as a kernel launch."""
     return torch.cuda.get_device_properties(device)
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Make a tensor's GPU the current one, on which Triton launches, where it is another."""
+    """Make a tensor's GPU the current device, where Triton launches kernels."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device_of(tensor)
 
 
 def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
-    """Switch autocast off on a tensor's device, where it is on."""
+    """Switch autocast off on a tensor's device, if it is enabled."""
     kind = like.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 

@@ -72,7 +72,7 @@ CHANGING = frozenset(
 )
 PADDING = 256  # tile of the screen: the copy of the prototypes has a multiple of this many rows
 NUM_MEASURED = 4  # steps whose support decides the next path
-WATCH_EVERY = 64  # steps on one GPU, of which one is watched; saved states count up to it
+WATCH_EVERY = 64  # on one GPU, one step in this many is watched; saved states count to it
 REST = 4096  # steps by lists after a row had more candidates than a matrix step can list
 
 
@@ -82,12 +82,12 @@ class MarginClassifier(nn.Module):
     Args:
         embedding_dim: ``d``.
         num_classes: ``k``, any number.
-        loss: A ``MarginLoss``; its ``reduction`` is that of the head's loss. ``"none"`` gives one
+        loss: A ``MarginLoss``; its ``reduction`` applies to the head. ``"none"`` gives one
             value per row, on a single rank.
         path: Algorithm of a step: ``Sparse()`` (exact lists of active classes, ``alpha > 1``),
             ``Chunked()`` (blocks of classes, any alpha), ``Dense()`` (all cosines, any
             divergence), ``Sampled(rate=0.1)`` (Partial FC), ``TopK(percent=5)`` (the paper's
-            procedure), or ``Auto()``, which chooses between the first three and says why in
+            procedure), or ``Auto()``, which chooses among the first three and says why in
             ``last_step``. The name of a path stands for its defaults: ``"auto"``, ``"sparse"``,
             ``"chunked"``, ``"dense"``, ``"sampled"``, ``"top_k"`` or ``"paper"``.
         gradient: Form of the prototype gradient: ``"dense"`` or ``"sparse"`` (COO) in
@@ -95,13 +95,13 @@ class MarginClassifier(nn.Module):
             build it.
         group: Process group whose ranks share the classes: each has the prototypes of a range,
             ``shard``, passes its own rows to ``forward``, and gets the mean loss over all rows,
-            the same on every rank. Their gradients are made for a backbone under
+            the same on every rank. Gradients of embeddings allow for the averaging of
             ``DistributedDataParallel``. None for one rank.
         device: Where the prototypes live.
         dtype: Of the prototypes: float32, or float64.
 
     Prototypes may be changed by any optimizer, any in-place operation on the parameter, and through
-    ``prototypes.data``. After a write that leaves no trace there (a NumPy array that shares the
+    ``prototypes.data``. After a write that PyTorch cannot see (a NumPy array that shares the
     memory, a stored view of ``.data``), call ``refresh(force=True)``.
 
     A prototype that is zero or not finite has no direction, so the loss of every row is NaN, and so
@@ -302,9 +302,9 @@ class MarginClassifier(nn.Module):
     ) -> Tensor:
         """Loss of a batch of embeddings ``[B, d]`` (any length) with labels ``[B]``.
 
-        It is reduced as the loss says: a scalar, or ``[B]`` for ``reduction="none"``. With several
-        ranks each passes its own rows, some of them none, and gets the mean or sum over all;
-        ``sizes``, the number of rows of each rank, saves one exchange.
+        It is reduced as the loss says: a scalar, or ``[B]`` for ``reduction="none"``. Each rank
+        passes its own rows, possibly none, and gets the mean or sum over all; ``sizes``, the number
+        of rows of each rank, saves one exchange.
 
         A step guesses the sizes of its lists and waits for the device to check them.
         With ``speculative=True``, a fused gradient and one rank it does not wait: the host may
@@ -679,7 +679,7 @@ class MarginClassifier(nn.Module):
         if self._reading is not None:
             self._learn()
         shares = torch.tensor(list(self._shares), dtype=torch.float64).view(torch.int64)
-        # Three numbers in one, of which earlier versions saved the last alone.
+        # Three numbers in one: older states have the last alone.
         path = WATCH_EVERY * self._num_resting + self._num_watched
         numbers = [self._sample_seed, self._num_samples, 2 * path + self._was_chunked]
         return torch.cat([torch.tensor(numbers, dtype=torch.int64), shares])

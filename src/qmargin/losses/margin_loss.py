@@ -74,9 +74,9 @@ def margin_loss_with_stats(
         norms: Lengths of the embeddings ``[B]``, for margins that depend on them.
         ignore_index: Rows with this label have zero loss and gradient, whatever they hold; their
             statistics are meaningless.
-        debug: Check labels and the range of the cosines on every device, which waits for it.
-        log_reference: Log reference measure of the other classes, broadcastable to the cosines:
-            one per class ``[k]``, or all. The target's is the margin's.
+        debug: Check labels and the range of cosines on every device; GPUs synchronise.
+        log_reference: Log reference measure of the other classes, broadcastable to the cosines,
+            ``[k]`` or ``[B, k]``. The margin sets the target's.
     """
     settings = scale, norms, ignore_index, debug
     if log_reference is None:
@@ -237,12 +237,12 @@ class MarginLoss(nn.Module):
         reduction: ``"mean"``, ``"sum"``, or ``"none"`` for one value per row.
         ignore_index: Rows with this label have zero loss and zero gradient, and do not count in
             the mean. The mean of a batch of such rows is NaN, with zero gradients, as in torch.
-        debug: Check the range of labels and cosines on a GPU too, which waits for the device.
+        debug: Check labels on a GPU too, and cosines on any device; a GPU then synchronises.
         label_smoothing: Not supported: a margin needs one target; the error says what to use.
         weight: Not supported: weigh the rows of ``reduction="none"`` instead.
         reference: Reference measure of the classes: ``ClassPrior(counts)``, ``LookAlike(0.1)``,
-            ``Quality(0.33)``, a sum of them, or one of your own. One that is one for every class,
-            such as one of strength zero, is left out.
+            ``Quality(0.33)``, a sum of them, or one of your own. A reference that equals 1
+            everywhere, as with strength zero, is left out.
 
     Examples:
         >>> from qmargin.losses.margins import PriorMargin
