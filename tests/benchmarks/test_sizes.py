@@ -248,7 +248,7 @@ def test_the_page_figure_and_readme_come_from_a_stored_run(tmp_path, capsys):
     drawn = figure.read_text()
     assert drawn.startswith("<?xml") and "</svg>" in drawn and "<dc:date>" not in drawn
     block = readme.read_text()
-    assert block.startswith("before\n<!-- sizes:begin -->\nForward") and block.endswith("after\n")
+    assert block.startswith("before\n<!-- sizes:begin -->\nMedian") and block.endswith("after\n")
     run_benchmark(words)
     assert readme.read_text() == block and figure.read_text() == drawn  # the same, the same bytes
     assert "Step time" in capsys.readouterr().out
