@@ -364,6 +364,29 @@ def test_auto_takes_lists_for_a_while_after_a_row_had_too_many_candidates(monkey
     assert taken == [MatrixStep, FusedSparseStep, FusedSparseStep, MatrixStep]
 
 
+@interpreted
+@pytest.mark.parametrize("alpha", [1.25, 2.0])
+def test_ignored_rows_stay_finite_where_lists_overflow(alpha, monkeypatch):
+    """An ignored row stands for ones: class 0, its clamped label, may be the nearest to them."""
+    monkeypatch.setattr("qmargin.heads.chunked.FusedChunks.tile", 128)
+    batch = random_batch(300, dim=16, rows=5)
+    prototypes, labels = batch.prototypes.clone(), batch.labels.clone()
+    prototypes[0], labels[2] = 1.0, -100
+    batch = Batch(batch.embeddings, labels, prototypes)
+    loss = make_loss(alpha, scale=32.0, margin=qmargin.PriorMargin(0.05))
+    settings = {"list_capacity": 0, "matrix_logits": 0}
+    for gradient in ("dense", "fused"):
+        head = matrix_head(loss, batch, gradient=gradient, settings=settings)
+        found = step(head, batch)
+        assert head.last_step.path == "chunked"
+        assert bool(found.embeddings.isfinite().all()) and bool(found.prototypes.isfinite().all())
+        assert bool((found.embeddings[2] == 0.0).all())
+    optimizer = ExactSGD(head, lr=0.1)
+    head(batch.embeddings.clone().requires_grad_(), labels).backward()
+    optimizer.step()
+    assert optimizer.num_skipped == 0
+
+
 def test_a_negative_size_is_refused():
     for kind in (qmargin.Sparse, qmargin.Chunked):
         with pytest.raises(ConfigError, match="matrix_logits is -1"):

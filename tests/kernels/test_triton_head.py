@@ -171,19 +171,42 @@ def test_where_maxima_lie_decides_nothing():
             assert torch.equal(part, wanted)
 
 
-@pytest.mark.parametrize("alpha", [1.05, 1.25, 1.5, 2.0])
-@pytest.mark.parametrize("extreme", [-1e4, -300.0, -30.0, 12.0])
-def test_a_bound_of_extreme_measures(alpha, extreme):
+@pytest.mark.parametrize(
+    ("alpha", "scale"), [(1.05, 40.0), (1.25, 40.0), (1.5, 112.7), (2.0, 40.0)]
+)
+@pytest.mark.parametrize("extreme", [-1e4, -300.0, -30.0, 12.0, 30.0, 240.0])
+def test_a_bound_of_extreme_measures(alpha, scale, extreme):
+    check_extreme_measures(alpha, scale, extreme)
+
+
+@pytest.mark.parametrize("alpha", [1.3, 1.75, 1.8])
+@pytest.mark.parametrize("scale", [22.6, 86.8, 112.7])
+@pytest.mark.parametrize("extreme", [16.5, 30.0, 60.0])
+def test_a_bound_of_measures_whose_height_rounds_to_zero(alpha, scale, extreme):
+    check_extreme_measures(alpha, scale, extreme / (alpha - 1.0))
+
+
+def check_extreme_measures(alpha, scale, extreme):
     """The floor is a number, and not above that of the definition."""
-    batch, numbers = Batch(300, 64, 3), {"scale": 40.0, "b": alpha - 1.0}
-    target, maxima = batch.terms(40.0, 0.1), batch.maxima()
+    batch, numbers = Batch(300, 64, 3), {"scale": scale, "b": alpha - 1.0}
+    target, maxima = batch.terms(scale, 0.1), batch.maxima()
     lower = torch.zeros(maxima.shape[1], dtype=torch.float64, device=DEVICE)
     lower[::2] = extreme
     floor = definition_floor(maxima, target, batch.slack, **numbers, lower=lower)
     found = fused.list_pairs(maxima, target, batch.slack, **numbers, lower=lower)
     assert bool((found.floor <= floor + 1e-12).all())  # false for NaN
-    if extreme > 0.0:  # else float32 rounds by a share of the largest cost
+    if 0.0 < (alpha - 1.0) * extreme < 13.0:  # else by a share of the largest cost, or of one
         assert bool((found.floor > floor - 0.1).all())
+
+
+@pytest.mark.parametrize("b", [0.25, 0.75, 1.0])
+def test_a_bound_of_a_target_that_float32_cannot_hold(b):
+    """Lists are longer than they need to be, not empty."""
+    batch, numbers = Batch(300, 64, 3), {"scale": 32.0, "b": b}
+    maxima, logits = batch.maxima(), torch.full((3,), -9.6, dtype=torch.float64, device=DEVICE)
+    target = plain.Target(logits, torch.full_like(logits, 200.0 / b))
+    wanted, found = (k.list_pairs(maxima, target, batch.slack, **numbers) for k in (plain, fused))
+    assert bool((found.floor <= wanted.floor + 1e-6).all())  # false for NaN
 
 
 @pytest.mark.parametrize("spread", [0.3, 3.0])

@@ -120,6 +120,8 @@ class MarginClassifier(nn.Module):
     copy: Tensor  # [K, d] unit prototypes in the precision of the screen, K >= k
     copy_error: Tensor  # scalar: length of the largest rounding error in the copy
     prototypes: nn.Parameter  # [k, d]
+    # Log measures of the classes, their version, and the smallest of each group.
+    known_minima: tuple[Tensor, int | None, Tensor] | None = None
 
     def __init__(
         self,
@@ -156,8 +158,6 @@ class MarginClassifier(nn.Module):
         self._kernels_key: tuple[Any, ...] | None = None
         self._stamp: Any = None  # see refresh
         self.may_have_moved = False
-        # Log measures of the classes, their version, and the smallest of each group.
-        self.known_minima: tuple[Tensor, int | None, Tensor] | None = None
         self.has_optimizer = False  # of heads/optimizers.py
         self.captured_steps = CapturedSteps()
         # Non-blocking copy of the candidates of a step, and whether it was by one matrix.

@@ -309,7 +309,9 @@ def fused_sparse_step(
     kernels, operations = matrix_kernels(), head.kernels
     rows = prepared_rows(head, embeddings, labels, margin)
     # The first thing that takes long: what can wait comes after it.
-    maxima = operations.group_maxima(rows.rounded, head.copy, rows.labels, head.num_classes)
+    maxima = operations.group_maxima(
+        rows.rounded, head.copy, rows.labels, head.num_classes, clamps=True
+    )
     state, loss = prototype_state(head), head.loss
     columns = rows.labels.clamp(0, head.num_classes - 1)
     slack, cosines = rows.field(kernels.SLACK), rows.field(kernels.COSINE)

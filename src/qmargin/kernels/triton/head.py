@@ -53,6 +53,8 @@ PARTS = 16  # of a row, listed side by side
 # than all the maxima would.
 COARSE_STEPS = 6
 ROUNDING = 1e-5  # of float32 sums over the maxima, in units of the height
+LEAST_DENOMINATOR = tl.constexpr(1e-6)  # of what measures multiply heights with
+MOST_LOG2 = tl.constexpr(126.0)  # of a number that is multiplied in float32
 ENTRIES = 8  # that a program scores at a time
 PAIRS = 128  # that a program expands
 MAX_STEPS = 64
@@ -241,7 +243,7 @@ def cosines_of_row(
 @triton.jit
 def _repair(
     EMBEDDINGS, COPY, LABELS, MAXIMA, num_classes, num_groups, width, depth,
-    GROUP: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, BK: tl.constexpr, CLAMPS: tl.constexpr,
 ):  # fmt: skip
     """Maxima of a row's own group and of an incomplete last group, without target and padding.
 
@@ -249,9 +251,10 @@ def _repair(
     """
     row = tl.program_id(0)
     label = tl.load(LABELS + row)
+    if CLAMPS:
+        label = tl.minimum(tl.maximum(label, 0), num_classes - 1)
     is_own = tl.program_id(1) == 0
-    # Below zero: another rank has the target. Past the last: a row whose loss is NaN.
-    if (is_own == 0) | ((label >= 0) & (label < num_classes)):
+    if (is_own == 0) | (label >= 0):  # below zero: another rank has the target
         group = tl.where(is_own, label.to(tl.int32) // GROUP, num_groups - 1)
         classes = group * GROUP + tl.arange(0, GROUP)
         cosines = cosines_of_row(
@@ -276,8 +279,13 @@ def _in_spans(maxima: Tensor) -> Tensor:
     return _spans_of(num_rows, num_groups, maxima.device).copy_(maxima)
 
 
-def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """See ``head_reference.group_maxima``; operands in half precision, sums in float32."""
+def group_maxima(
+    embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: int, *, clamps: bool = False
+) -> Tensor:
+    """See ``head_reference.group_maxima``; operands in half precision, sums in float32.
+
+    With ``clamps``, a label outside of the classes stands for the nearest class.
+    """
     num_rows, depth = embeddings.shape
     if missing := -depth % 8:  # the copy engine needs rows of whole 16 bytes
         embeddings, copy = pad(embeddings, (0, missing)), pad(copy, (0, missing))
@@ -296,10 +304,10 @@ def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: 
         # The target leaves before any maximum is used: its logit is large, its measure tiny.
         launch(
             _repair, repairs, embeddings, copy, labels, maxima, num_classes, num_groups,
-            maxima.stride(0), depth, GROUP, 256, num_warps=4,
+            maxima.stride(0), depth, GROUP, 256, clamps, num_warps=4,
         )  # fmt: skip
 
-    key = ("screen", num_classes, *form.sizes, *form.options.values())
+    key = ("screen", num_classes, clamps, *form.sizes, *form.options.values())
     repeat(launches, key, embeddings, copy, labels, made=(maxima, *form.operands))
     return maxima
 
@@ -381,9 +389,9 @@ def _count(
 
 @triton.jit
 def _moved(level, mass, slope, b):
-    """Newton on the norm of the mass, monotone towards the root."""
-    move = mass / slope * (tl.exp2(-b * tl.log2(mass)) - 1.0)
-    return tl.where(mass > 1.0, level + move, level)
+    """Newton on the norm of the mass, monotone towards the root; never where numbers overflow."""
+    moved = level + mass / slope * (tl.exp2(-b * tl.log2(mass)) - 1.0)
+    return tl.where((mass > 1.0) & (tl.abs(moved) < float("inf")), moved, level)
 
 
 @triton.jit
@@ -436,10 +444,10 @@ def _bound(
     log2_reference = tl.load(TARGET_LOG_REFERENCE + row).to(tl.float32) * 1.4426950408889634
     gap = (tl.load(TARGET_LOGIT + row) - anchor).to(tl.float32) * b
     level = tl.minimum(1.0, tl.exp2(-b * log2_reference) - gap)
-    root = tl.exp2(b * log2_reference)
+    root = tl.exp2(tl.minimum(b * log2_reference, MOST_LOG2))
     power = 1.0 / b
-    if HAS_COST:
-        roots = 1.0 / (1.0 + costs * (b * scale))
+    if HAS_COST:  # rounding may leave zero of a small denominator; a larger one lowers the bound
+        roots = 1.0 / tl.maximum(1.0 + costs * (b * scale), LEAST_DENOMINATOR)
         level_room = tl.max(tl.abs(costs)) * (b * scale)
     for _ in range(STEPS):
         mass, slope = _powers32(level + gap, power, root, 0)

@@ -25,6 +25,7 @@ from qmargin.kernels.triton import blocks
 from qmargin.kernels.triton.head import (
     COARSE_STEPS,
     MAX_STEPS,
+    MOST_LOG2,
     ROUNDING,
     _apply,
     _lowered,
@@ -298,7 +299,7 @@ def _list_rows(
     target = tl.load(state + LOGIT * num_rows)
     gap = ((target - best.to(tl.float64) * scale) * b).to(tl.float32)
     level = tl.minimum(1.0, tl.exp2(-short_b * log2_reference) - gap)
-    root = tl.exp2(short_b * log2_reference)
+    root = tl.exp2(tl.minimum(short_b * log2_reference, MOST_LOG2))
     power = 1.0 / short_b
     for _ in range(COARSE):
         mass, slope = _powers32(level + gap, power, root, 0)
@@ -867,8 +868,8 @@ class Rows:
             torch.empty((num_rows, depth), dtype=dtype, device=device),
             torch.empty((FIELDS.value, num_rows), dtype=torch.float64, device=device),
             torch.empty(4, dtype=torch.float64, device=device),
-            torch.empty((num_rows,) if options["has_factors"] else (), device=device),
-            torch.empty((), device=device),
+            torch.empty((num_rows,) * options["has_factors"], dtype=torch.float32, device=device),
+            torch.empty((), dtype=torch.float32, device=device),
         )
 
     def field(self, number: Any) -> Tensor:
