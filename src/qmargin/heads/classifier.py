@@ -381,7 +381,7 @@ class MarginClassifier(nn.Module):
         with without_autocast(embeddings):
             wide = embeddings.to(prototypes.dtype)
             unit, norms = unit_rows(wide, labels, ignored, self.kernels)
-            checks.check_norms(norms, debug=self.loss.debug)
+            checks.check_norms(norms, debug=criterion.debug)
             if choice.path in ("sparse", "chunked") or self.gradient == "fused":
                 self.refresh()
             rows = (unit, labels.long(), norms)

@@ -41,7 +41,7 @@ def row_reference(head: MarginClassifier, targets: Tensor) -> RowReference | Non
                 f"log references of the classes are between {low:g} and {high:g}; return numbers "
                 "below infinity, or -inf for a class that is left out"
             )
-        if type(reference) is ClassPrior:  # nobody else writes to what it keeps
+        if type(reference) is ClassPrior:  # its values are private
             groups = _group_minima(head, given, classes)
     bounds = reference.pair_bounds(scale)
     if bounds is not None:

@@ -324,7 +324,7 @@ def fused_sparse_step(
     if isinstance(measures, ReferencedMargin):  # it changes the kernel's result for the margin
         norms, own = rows.field(kernels.NORM), target.log_reference
         own.copy_(measures.target(own, loss.scale, rows.labels, norms))
-        targets = rows.unit  # nobody reads them
+        targets = rows.unit  # a placeholder: no pairs are compared
         if measures.reference.pair_bounds(loss.scale) is not None:
             targets = state.prototypes[columns] * head.inverse_norms[columns][:, None]
         batch = batch._replace(reference=row_reference(head, targets))

@@ -430,7 +430,7 @@ def _bound(
         span = start + tl.arange(0, BOUND_SPANS)
         group = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
         value = tl.load(base + group, mask=span[:, None] < num_spans, other=float("-inf"))
-        value = tl.where(group < num_groups, value, float("-inf"))  # past the last: not written
+        value = tl.where(group < num_groups, value, float("-inf"))  # padding has any value
         tl.store(spans + span, tl.max(value, 1), mask=span < num_spans)
         if HAS_COST:
             cost = tl.load(COST + group, mask=group < num_groups, other=0.0)

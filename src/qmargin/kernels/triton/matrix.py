@@ -64,7 +64,7 @@ def _pick_label(LABELS, row, num_classes, ignored):
 
 @triton.jit
 def _prepare_rows(
-    EMBEDDINGS, GIVEN_LABELS, LABELS, PROTOTYPES, INVERSE_NORMS, COPY_ERROR, UNIT, ROUNDED, STATE,
+    EMBEDDINGS, GIVEN_LABELS, PROTOTYPES, INVERSE_NORMS, COPY_ERROR, LABELS, UNIT, ROUNDED, STATE,
     SUMS, row_stride, num_rows, num_classes, ignored, depth, accumulated,
     scale_high, scale_low, prior_high, prior_low, shift_high, shift_low,
     cosine_high, cosine_low, sine_high, sine_low,
@@ -896,11 +896,10 @@ def prepare(
     accumulated, labels = 2.0 * depth * torch.finfo(torch.float32).eps, labels.contiguous()
     given = (embeddings, labels, state.prototypes, state.inverse_norms, copy_error)
     made = (rows.labels, rows.unit, rows.rounded, rows.state, rows.sums)
-    read, written = (embeddings, labels, rows.labels, *given[2:]), made[1:]
 
     def launches() -> None:
         launch(
-            _prepare_rows, (num_rows,), *read, *written, embeddings.stride(0), num_rows,
+            _prepare_rows, (num_rows,), *given, *made, embeddings.stride(0), num_rows,
             len(state.prototypes), rows.ignored, depth, accumulated, *split(scale),
             *split(prior), *split(cosine), *split(math.cos(angle)), *split(math.sin(angle)),
             angle != 0.0, is_straight, is_mean, 1024, power_of_two(depth), num_warps=4,
@@ -1070,15 +1069,15 @@ def scale_rows(rows: Rows, grad: Tensor, dtype: torch.dtype) -> Tensor:
     (num_rows, depth), factor = rows.gradient.shape, rows.factor
     out = torch.empty((num_rows, depth), dtype=dtype, device=grad.device)
     grad = grad.contiguous()  # a mean of rows has the same gradient for all: one number, expanded
-    given = (rows.gradient, grad)
+    given, made = (rows.gradient, grad), (out, factor)
 
     def launches() -> None:
         launch(
-            _scale_rows, (num_rows,), *given, out, factor, depth, factor.ndim > 0,
-            power_of_two(depth), num_warps=4,
+            _scale_rows, (num_rows,), *given, *made, depth, factor.ndim > 0, power_of_two(depth),
+            num_warps=4,
         )  # fmt: skip
 
-    repeat(launches, ("scale", dtype, factor.ndim), *given, made=(out, factor))
+    repeat(launches, ("scale", dtype, factor.ndim), *given, made=made)
     return out
 
 
